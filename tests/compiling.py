@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that need not be there, in a process without triton's interpreter."""
+"""Compile kernels for a GPU that the machine may lack, in a process without triton's interpreter."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 SHARED_BYTES = 227 * 1024
-"""What a program may use on compute capability 9.0."""
+"""Shared memory that one program may use on compute capability 9.0."""
 
 
 def compiled_by(module: str) -> list[dict[str, Any]]:
-    """What `python -m module` says of its kernels, an object a line; skips where triton cannot compile for NVIDIA."""
+    """Return what `python -m module` prints about its kernels; skip where triton cannot compile for NVIDIA."""
     backends = pytest.importorskip("triton.backends").backends
     if "nvidia" not in backends:
         pytest.skip(f"this triton compiles for {', '.join(backends) or 'no device'}, not for NVIDIA's")
@@ -30,9 +30,9 @@ def compiled_by(module: str) -> list[dict[str, Any]]:
 def compile_for_hopper(
     kernel: Any, type_of: Callable[[str], str], constants: dict[str, Any], options: dict[str, int]
 ) -> Any:
-    """A kernel compiled for a device that need not be there, with arguments as its launcher finds them.
+    """Compile a kernel for Hopper, with arguments as its launcher specializes them.
 
-    Pointers and strides between heads and rows are multiples of 16; numbers of rows, and a vocabulary, are not.
+    Pointers and the strides between heads and rows are multiples of 16; row counts and the vocabulary size are not.
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""Random sequences with every shape a forest must bear: duplicates, strict prefixes, single tokens, deep and wide."""
+"""Random sequences for forests of every shape: duplicates, strict prefixes, single tokens, deep and wide trees."""
 
 import random
 
@@ -8,7 +8,7 @@ MAX_TOKEN = 7
 
 
 def token_lists(max_size: int) -> st.SearchStrategy[list[int]]:
-    """One non-empty sequence over a small vocabulary, so that prefixes coincide often."""
+    """Draw one non-empty sequence over a small vocabulary, so that prefixes often coincide."""
     return st.lists(st.integers(0, MAX_TOKEN), min_size=1, max_size=max_size)
 
 
@@ -16,7 +16,7 @@ def token_lists(max_size: int) -> st.SearchStrategy[list[int]]:
 def sequence_sets(
     draw: st.DrawFn, max_sequences: int = 8, max_extra: int = 12, min_sequences: int = 1
 ) -> list[list[int]]:
-    """Sequences grown from each other: cut anywhere (a strict prefix), continued, or repeated as they are."""
+    """Draw sequences grown from each other: cut anywhere (a strict prefix), continued, or repeated."""
     sequences = [draw(token_lists(max_extra))]
     for _ in range(draw(st.integers(min_sequences - 1, max_sequences - 1))):
         base = draw(st.sampled_from(sequences))
@@ -27,22 +27,22 @@ def sequence_sets(
 
 
 def comb(depth: int) -> list[list[int]]:
-    """A spine of single tokens with a leaf at each: branch i is i + 1 spine tokens and one of its own."""
+    """Build a spine of single tokens with a leaf at each: branch i has i + 1 spine tokens and its own last one."""
     return [[1] * (i + 1) + [2] for i in range(depth)]
 
 
 def reversed_comb(depth: int) -> list[list[int]]:
-    """The same tree with the spine first and the leaves behind it, so that visible keys form a long staircase."""
+    """Build the same tree with the spine before its leaves, so that visible keys form a long staircase."""
     return list(reversed(comb(depth)))
 
 
 def star(width: int, prompt: int = 1, response: int = 1) -> list[list[int]]:
-    """One prompt, `width` responses that differ in their first token."""
+    """Build one prompt with `width` responses that differ in their first token."""
     return [[0] * prompt + [1 + i] + [3] * (response - 1) for i in range(width)]
 
 
 def bushy(num_sequences: int, seed: int = 0) -> list[list[int]]:
-    """Sequences that leave earlier ones anywhere, runs of 1 to 40 tokens: short and long segments side by side."""
+    """Build sequences that leave earlier ones anywhere, in runs of 1 to 40 tokens: short and long segments mixed."""
     rng = random.Random(seed)
     sequences = [[rng.randrange(MAX_TOKEN + 1) for _ in range(60)]]
     while len(sequences) < num_sequences:
@@ -64,4 +64,4 @@ SHAPES: dict[str, list[list[int]]] = {
     "bushy": bushy(40),
     "forest of chains": [[i] * (1 + 7 * i) for i in range(8)],
 }
-"""Small instances of every shape by name; the big ones stand in the tests that can bear them."""
+"""Small instances of every shape by name. Tests that can afford large ones build them."""

@@ -1,6 +1,6 @@
-"""Tiny Hugging Face models with recurrent layers, and a way to run them without a single rounding to float32.
+"""Tiny Hugging Face models with recurrent layers, and a way to run them without rounding to float32.
 
-On a transformers that is too old for them, importing this module skips the test file or the test that does.
+If transformers is too old for them, importing this module skips the test file or the test that imports it.
 """
 
 from collections.abc import Iterator
@@ -56,17 +56,17 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
     "qwen3_5_moe": ("Qwen3_5Moe", "TextConfig", {**_DELTA, **_EXPERTS, "rope_parameters": _ROPE}),
     "bamba": ("Bamba", "Config", _MAMBA),
 }
-"""Names of transformers' classes, and what their configurations have besides `_SHAPE`."""
+"""Names of transformers' classes, and what their configurations add to `_SHAPE`."""
 
 HYBRIDS = tuple(_FAMILIES)
 DENSE = ("qwen3_5", "bamba")
-"""Models without experts: whatever is not about a family is tested on one model of each kind of layer."""
+"""Models without experts, one for each kind of recurrent layer. Tests that are not about a family run on these."""
 
 _MODULES: tuple[Any, ...] = (modeling_bamba, modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next)
 
 
 def build_hybrid(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """A stock model with random weights, float32, in training mode."""
+    """Build a stock model with random weights, float32, in training mode."""
     name, kind, extra = _FAMILIES[family]
     torch.manual_seed(seed)
     config = getattr(transformers, name + kind)(**{**_SHAPE, **extra, **overrides})
@@ -75,7 +75,8 @@ def build_hybrid(family: str, seed: int = 0, **overrides: object) -> PreTrainedM
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # States that live for some dozen tokens: else what comes from above a fork is forgotten before it matters.
+            # States decay over some dozen tokens; with faster decay, nothing from before a fork would reach the
+            # branches.
             if name.endswith("A_log"):
                 weight.copy_(torch.linspace(-4.0, -1.0, weight.numel()))
             else:
@@ -84,7 +85,7 @@ def build_hybrid(family: str, seed: int = 0, **overrides: object) -> PreTrainedM
 
 
 def build_wide(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """`build_hybrid` in float64; exact to 1e-10 inside `no_float32` only."""
+    """Return `build_hybrid` in float64; it is exact to 1e-10 only inside `no_float32`."""
     model = build_hybrid(family, seed, **overrides).double()
     for module in model.modules():
         if hasattr(module, "inv_freq"):
@@ -93,7 +94,7 @@ def build_wide(family: str, seed: int = 0, **overrides: object) -> PreTrainedMod
 
 
 class _WideTorch:
-    """`torch` as a modeling file sees it, with float64 under the name of float32."""
+    """`torch` as a modeling file sees it, with float64 under the name float32."""
 
     float32 = float = torch.float64
 
@@ -103,9 +104,9 @@ class _WideTorch:
 
 @contextmanager
 def no_float32() -> Iterator[None]:
-    """Inside the block the stock code of the hybrids computes in float64 wherever it says float32.
+    """Inside the block, the stock code of the hybrids computes in float64 wherever it names float32.
 
-    Their norms, gates and scans round to float32 on purpose, in dozens of places, which hides errors below 1e-7.
+    Their norms, gates and scans round to float32 on purpose in dozens of places, which hides errors below 1e-7.
     """
     stock = Tensor.float
 
@@ -120,7 +121,7 @@ def no_float32() -> Iterator[None]:
 
 
 class Planning(NamedTuple):
-    """A price of calls and rows, and the thresholds that forks are kept at."""
+    """Costs of a call and of a row, and the thresholds at which the state of a fork is kept."""
 
     price: Price
     thresholds: tuple[float, ...]
@@ -132,12 +133,12 @@ PLANNINGS = {
     "rescan": Planning(Price(call=10**9, row=0), (float("inf"),)),
     "mixed": Planning(Price(call=10**9, row=0), (8.0,)),
 }
-"""Every fork keeps its state, in calls of rows of one length; in as few calls as may be; none does; those that save."""
+"""Forks that keep their state: all, in calls of rows of one length; all, in few calls; none; those where it saves work."""
 
 
 @contextmanager
 def planned(name: str) -> Iterator[None]:
-    """Inside the block recurrent layers are planned in this way, with no bound on what is rescanned."""
+    """Inside the block, recurrent layers are planned in this way, with no bound on what is rescanned."""
     planning = PLANNINGS[name]
     with (
         mock.patch.object(recurrence_plan, "price_on", return_value=planning.price),

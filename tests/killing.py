@@ -1,6 +1,6 @@
-"""Runs that die by SIGKILL, for the tests of law 8: the part that no kind of training has to itself.
+"""Runs that die by SIGKILL, for the tests of law 8: the part that all kinds of training share.
 
-Every run is a forked process, so that torch is imported once. A run dies at its n-th file operation, counted by an
+Every run is a forked process, so that torch is imported only once. A run dies at its n-th file operation, counted by an
 audit hook: before it opens, makes, renames or removes anything.
 """
 
@@ -24,13 +24,13 @@ NUM_MOMENTS = 6
 _FILE_EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"})
 
 Train = Callable[[Path], str]
-"""Trains in a folder, resuming what is there, and returns a digest of all that a further step would depend on."""
+"""Train in a folder, resuming an existing run, and return a digest of everything that a further step depends on."""
 
 Report = dict[str, Any]
 
 
 class FileOperations:
-    """Counts the file operations below a folder, and kills this process at the n-th."""
+    """Count the file operations below a folder, and kill this process at the n-th."""
 
     def __init__(self, folder: Path, kill_at: int | None) -> None:
         self.count = 0
@@ -47,7 +47,7 @@ class FileOperations:
 
 
 def in_a_process(train: Train, folder: Path, kill_at: int | None) -> bool:
-    """Whether the run came to its end, leaving `FOLDER.json` next to its folder; False if it was killed."""
+    """Return whether the run ended by itself, leaving `FOLDER.json` next to its folder; False if it was killed."""
     child = os.fork()
     if child == 0:
         try:
@@ -64,7 +64,6 @@ def in_a_process(train: Train, folder: Path, kill_at: int | None) -> bool:
 
 
 def report(folder: Path, num_kills: int) -> Report:
-    """What a finished run left."""
     rows = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
     done = json.loads(folder.with_suffix(".json").read_text())
     steps, losses = [row["step"] for row in rows], [row["train/loss"] for row in rows]
@@ -73,7 +72,7 @@ def report(folder: Path, num_kills: int) -> Report:
 
 
 def kill_and_resume(train: Train, folder: Path) -> list[Report]:
-    """One run without a kill, one killed at each of many moments, and one killed again and again."""
+    """Make one run without a kill, one killed at each of many moments, and one killed again and again."""
     assert in_a_process(train, folder / "whole", None)
     reports = [report(folder / "whole", 0)]
     last = int(reports[0]["num_operations"])
@@ -90,16 +89,19 @@ def kill_and_resume(train: Train, folder: Path) -> list[Report]:
 
 
 def main(train: Train) -> None:
-    """The program of a module that trains: prints the reports as JSON."""
+    """Run the program of a module that trains: print its reports as JSON."""
     warnings.simplefilter("error")
-    # One thread: a forked process has no other, and torch adds up in another order with more.
+    # A forked process has one thread, and torch adds up in another order with more.
     torch.set_num_threads(1)
     disable_progress_bar()
     print(json.dumps(kill_and_resume(train, Path(sys.argv[1]))))
 
 
 def reports_of(module: str, folder: Path) -> list[Report]:
-    """What such a program prints; it has its own process, because what it trains in must be killed."""
+    """Return what such a program prints.
+
+    It runs in its own process, because the process it trains in must be killed.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, "-m", module, str(folder)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)

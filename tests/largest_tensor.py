@@ -1,12 +1,10 @@
-"""A watch on memory that needs no clock and no allocator: the largest tensor that any operation returns."""
+"""Watch memory without a clock or an allocator: record the largest tensor that any operation returns."""
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returns."""
-
     def __init__(self) -> None:
         super().__init__()
         self.num_entries = 0

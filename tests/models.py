@@ -47,20 +47,18 @@ _FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "glm4": ("Glm4", {"head_dim": 8, "partial_rotary_factor": 0.5, "pad_token_id": None}),
 }
-"""Names of transformers' classes, and what their configurations have besides `_SHAPE`."""
+"""Names of transformers' classes, and what their configurations add to `_SHAPE`."""
 
 FAMILIES = tuple(_FAMILIES)
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
-"""The families whose feed-forward layers are mixtures of experts."""
-
 _WITHOUT_SDPA = ("gemma2", "gpt_oss")
-"""Torch's kernel has no softcap and no sinks."""
+"""Torch's kernel supports neither softcap nor sinks."""
 
 _NORMS_AROUND_ONE = ("Gemma2RMSNorm", "Gemma3RMSNorm")
 
 
 class WideNorm(nn.Module):
-    """RMSNorm in the dtype of its input: the stock one rounds to float32, which alone costs 2e-7."""
+    """RMSNorm in the dtype of its input; the stock one rounds to float32, which costs 2e-7."""
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
@@ -73,7 +71,7 @@ class WideNorm(nn.Module):
 
 
 class WideRouter(nn.Module):
-    """A top-k router in the dtype of its input: the stock ones take their softmax in float32."""
+    """Top-k router in the dtype of its input; the stock ones take their softmax in float32."""
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
@@ -98,7 +96,7 @@ def wide_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's eager attention in the dtype of its inputs: the stock one takes its softmax in float32."""
+    """Hugging Face's eager attention in the dtype of its inputs; the stock one takes its softmax in float32."""
     groups = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(groups, 1).mT * scaling
     if softcap is not None:
@@ -115,7 +113,7 @@ AttentionMaskInterface.register("wide", eager_mask)
 
 
 class WideRotary(nn.Module):
-    """Rotary tables in float64: the stock ones are computed in float32 (equally on both sides)."""
+    """Rotary tables in float64; the stock ones are computed in float32, equally on both sides."""
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
@@ -130,7 +128,7 @@ class WideRotary(nn.Module):
 
 
 def build(family: str = "qwen3", seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """A stock model with random weights, float32, in training mode."""
+    """Build a stock model with random weights, float32, in training mode."""
     name, extra = _FAMILIES[family]
     torch.manual_seed(seed)
     config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(
@@ -148,7 +146,7 @@ def build(family: str = "qwen3", seed: int = 0, **overrides: object) -> PreTrain
 
 
 def build_float64(family: str = "qwen3", seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """`build` in float64 with every float32 island removed, so that 1e-10 is reachable."""
+    """Return `build` in float64 with every float32 computation replaced, so that 1e-10 is reachable."""
     model = build(family, seed, **overrides)
     model.config._attn_implementation = "wide"
     _replace(model, lambda m: type(m).__name__.endswith("RMSNorm"), WideNorm)
@@ -166,7 +164,7 @@ def _replace(model: nn.Module, matches: Callable[[nn.Module], bool], wrap: Calla
 
 
 def flat_logprobs(model: nn.Module, sequence: Sequence[int], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probability of every token but the first, and entropy of its distribution: [length - 1] each."""
+    """Return the log-probability of every token but the first, and its distribution's entropy: [length - 1] each."""
     ids = torch.tensor([list(sequence)])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
@@ -175,7 +173,7 @@ def flat_logprobs(model: nn.Module, sequence: Sequence[int], temperature: float 
 
 
 def take_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by parameter name; the model's are cleared. A parameter without one counts as zero."""
+    """Return gradients by parameter name, zero where a parameter has none, and clear the model's."""
     grads = {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
         for name, weight in model.named_parameters()
@@ -186,12 +184,11 @@ def take_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def global_norm(grads: dict[str, Tensor]) -> float:
-    """L2 norm over all parameters, in float64."""
     return float(torch.stack([grad.double().norm() for grad in grads.values()]).norm())
 
 
 def assert_gradients_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Law 2: relative L2 error per parameter, with a floor of `tolerance` times the global norm's share."""
+    """Check law 2: relative L2 error per parameter, with a floor of `tolerance` times its share of the global norm."""
     assert actual.keys() == expected.keys()
     floor = 1e-3 * global_norm(expected)
     for name, grad in expected.items():

@@ -1,4 +1,4 @@
-"""Random partitions of a tree, drawn without the planner: any cut that the execution must bear."""
+"""Random partitions of a tree, drawn without the planner: any cut that the execution must handle."""
 
 import random
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ Parents = Literal["keep", "recompute"]
 
 
 def random_partitions(tree: Forest, seed: int, max_tokens: int = 8, cut: float = 0.15) -> tuple[Partition, ...]:
-    """Token by token: stay with the parent token's partition, or cut, and then join a sibling partition or open one."""
+    """Draw token by token: stay in the parent token's partition, or cut and join a sibling or open a new one."""
     rng = random.Random(seed)
     members: list[list[int]] = []
     parents: list[int] = []
@@ -41,7 +41,7 @@ def random_partitions(tree: Forest, seed: int, max_tokens: int = 8, cut: float =
 
 
 def chain_partitions(num_tokens: int, size: int) -> tuple[Partition, ...]:
-    """A chain in pieces of `size` tokens."""
+    """Cut a chain into pieces of `size` tokens."""
     return tuple(
         Partition(tokens=np.arange(start, min(start + size, num_tokens), dtype=np.int32), parent=start // size - 1)
         for start in range(0, num_tokens, size)
@@ -50,6 +50,6 @@ def chain_partitions(num_tokens: int, size: int) -> tuple[Partition, ...]:
 
 @contextmanager
 def forced(parents: Parents) -> Iterator[None]:
-    """Inside, activations of partitions are kept or recomputed, whatever memory is free."""
+    """Inside the block, activations of partitions are kept or recomputed, regardless of free memory."""
     with mock.patch("treering.train.step.choose_parents", return_value=ParentsChoice(parents=parents, reason="")):
         yield

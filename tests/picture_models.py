@@ -1,4 +1,4 @@
-"""Tiny random models that take pictures, their pictures, and training of stock transformers on each sequence alone."""
+"""Tiny random models that take images, their images, and training of stock transformers on each sequence separately."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,20 +69,19 @@ FAMILIES = tuple(_CONFIGS)
 
 
 def build(family: str, seed: int = 0) -> nn.Module:
-    """A stock model with random weights, float32, in training mode."""
+    """Build a stock model with random weights, float32, in training mode."""
     config = _CONFIGS[family]()
     torch.manual_seed(seed)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for weight in model.parameters():
-            # Zero biases and unit norms would hide errors in them.
             weight.add_(torch.randn_like(weight) * (0.3 if weight.dim() == 1 else 0.1))
     return model.train()
 
 
 @cache
 def picture(family: str, number: int, *, wide: bool = False) -> Picture:
-    """A picture of random values; `wide` ones have another size."""
+    """Return an image of random values; `wide` ones have another size."""
     random = np.random.default_rng(1000 + number)
     if family.startswith("qwen"):
         height, width = (4, 8) if wide else (6, 4)
@@ -96,7 +95,7 @@ def picture(family: str, number: int, *, wide: bool = False) -> Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequenced:
-    """A sequence of text and pictures."""
+    """Sequence of text and images."""
 
     tokens: list[int]
     placed: list[PlacedPicture]
@@ -104,7 +103,7 @@ class Sequenced:
 
 
 def sequence(*parts: int | Picture, trained: Sequence[int] = ()) -> Sequenced:
-    """Tokens and pictures one after another; only the tokens of `trained` follow with a mask of True."""
+    """Concatenate tokens and images; only the tokens of `trained` have a mask of True."""
     tokens: list[int] = []
     placed = []
     for part in parts:
@@ -118,7 +117,7 @@ def sequence(*parts: int | Picture, trained: Sequence[int] = ()) -> Sequenced:
 
 
 def sequences_of(family: str) -> list[Sequenced]:
-    """Branches before, between and after pictures; two sizes in one prefix; equal placeholders with other pixels."""
+    """Branches before, between and after images; two sizes in one prefix; equal placeholders with other pixels."""
     first, second, other = (picture(family, i, wide=i == 1) for i in range(3))
     start = (5, 6, 92, first, 93)
     both = (*start, 7, 92, second, 93, 8)
@@ -139,7 +138,7 @@ def forest_of(sequences: Sequence[Sequenced]) -> Forest:
 
 
 def stock_inputs(model: nn.Module, one: Sequenced) -> dict[str, Tensor]:
-    """What a processor gives stock transformers for one sequence."""
+    """Return what a processor gives stock transformers for one sequence."""
     ids = torch.tensor([one.tokens])
     family = model.config.model_type
     types = (ids == IMAGE).long()
@@ -154,7 +153,7 @@ def stock_inputs(model: nn.Module, one: Sequenced) -> dict[str, Tensor]:
 
 
 def flat_loss(model: nn.Module, sequences: Sequence[Sequenced]) -> Tensor:
-    """The sum over sequences, each run alone, of minus the log-probs of their trained tokens."""
+    """Return minus the log-probs of trained tokens, summed over sequences that run separately."""
     losses = []
     for one in sequences:
         logits = model(**stock_inputs(model, one), use_cache=False).logits[0, :-1]

@@ -1,12 +1,10 @@
-"""Processes that tests start: whether they are alive, and when they have ended."""
-
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead and not yet reaped does not."""
+    """Return whether a process runs; one that is dead but not yet reaped counts as dead."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -15,7 +13,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for_the_end_of(pids: Sequence[int], timeout_s: float = 300.0) -> None:
-    """Waits until all these processes are dead, reaped or not."""
+    """Wait until all these processes are dead, reaped or not."""
     end_s = time.monotonic() + timeout_s
     while any(map(is_alive, pids)):
         assert time.monotonic() < end_s, f"some of {pids} live on"

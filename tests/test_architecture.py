@@ -1,4 +1,4 @@
-"""Imports run one way: a room imports only from rooms above its own, and some rooms never touch torch."""
+"""Imports run one way: a room imports only from rooms above its own, and some rooms never import torch."""
 
 import ast
 from collections import Counter
@@ -11,8 +11,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "treering"
 
-# From the top down; a module's room is the first name below the package. `errors` knows nothing of the rest,
-# and the facades stand below what they show: `objectives` below `train`, the package itself above its one user, `cli`.
+# From the top down; a module's room is the first name below the package. `errors` imports no other room. A facade
+# stands below what it exports: `objectives` below `train`, the package itself above `cli`, its only user.
 ORDER = (
     "errors",
     "extras",
@@ -45,12 +45,12 @@ ORDER = (
     "cli",
     "__main__",
 )
-# The core, installed without the packages of `treering[train]`.
+# The core, which is installed without the packages of `treering[train]`.
 NO_TORCH = {
     *("errors", "extras", "closing", "families", "types", "arrays", "files", "compiling", "metrics", "config"),
     *("data", "tree", "history", "schedule", "analysis", "trackers", "report"),
 }
-# Packages that an extra installs, which the core imports inside functions only; some import torch themselves.
+# Packages that an extra installs, which the core imports only inside functions. Some of them import torch.
 OPTIONAL = {
     *("accelerate", "jaxtyping", "peft", "pyarrow", "safetensors", "tokenizers", "transformers"),
 }
@@ -69,12 +69,12 @@ SHARED_CLASS_NAMES = {
 
 
 def room_of(module: str) -> str:
-    """The room of a dotted module name: "tree" for "treering.tree.radix", "__init__" for the bare package."""
+    """Return the room of a dotted module name: "tree" for "treering.tree.radix", "__init__" for the bare package."""
     return [*module.split("."), "__init__"][1]
 
 
 def imports_of(module: str, source: str, *, is_package: bool = False) -> Iterator[tuple[str, bool]]:
-    """Each imported dotted name of a module, with whether the import runs when the module does."""
+    """Yield each imported dotted name of a module, and whether the import runs when the module is imported."""
     for node, at_load in _walk(ast.parse(source), at_load=True):
         if isinstance(node, ast.Import):
             yield from ((alias.name, at_load) for alias in node.names)
@@ -85,7 +85,7 @@ def imports_of(module: str, source: str, *, is_package: bool = False) -> Iterato
 
 
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
-    """One sentence per import of the module that the architecture forbids."""
+    """Return one sentence for each import of the module that the architecture forbids."""
     room = room_of(module)
     if room not in ORDER:
         return [f"{module}: the room {room!r} has no place in the order"]
@@ -111,7 +111,7 @@ def _walk(node: ast.AST, *, at_load: bool) -> Iterator[tuple[ast.AST, bool]]:
 
 def _from_names(module: str, node: ast.ImportFrom, *, is_package: bool) -> list[str]:
     origin = _origin(module, node, is_package=is_package)
-    # `from treering import tree` names a room by its alias; deeper, the origin names it already.
+    # `from treering import tree` names a room by its alias; in deeper imports the origin names it.
     return [f"{origin}.{alias.name}" for alias in node.names] if origin == "treering" else [origin]
 
 
@@ -128,7 +128,7 @@ def _is_dynamic_import(node: ast.Call) -> bool:
 
 def _is_above(target: str, room: str) -> bool:
     if target not in ORDER:
-        # A public name of the package: it comes from the facade, which no room but `cli` may use.
+        # A public name of the package comes from the facade, which only `cli` may use.
         target = "__init__"
     return target == room or ORDER.index(target) < ORDER.index(room)
 
@@ -144,7 +144,7 @@ def _modules() -> list[tuple[str, Path]]:
 
 @cache
 def _dependencies() -> dict[str, set[str]]:
-    """Each module with the modules of the package that it imports, inside functions too, but not for types alone."""
+    """Return the package modules that each module imports, including inside functions, but not for types only."""
     modules = dict(_modules())
     found: dict[str, set[str]] = {}
     for module, path in modules.items():
@@ -161,7 +161,7 @@ def _dependencies() -> dict[str, set[str]]:
 
 
 def _named_by(module: str, node: ast.AST, *, is_package: bool) -> list[str]:
-    """The dotted names that an import statement or call names, the last of them perhaps a class of its file."""
+    """Return the dotted names that an import statement or call names; the last part may be a class of its file."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -171,7 +171,7 @@ def _named_by(module: str, node: ast.AST, *, is_package: bool) -> list[str]:
 
 
 def _nearest(name: object, modules: dict[str, Path]) -> str | None:
-    """The module of a dotted name: the name itself, or what stands before its last dot; None outside the package."""
+    """Return the module of a dotted name: the name itself, or its part before the last dot, or None."""
     return next((one for one in (name, str(name).rpartition(".")[0]) if one in modules), None)
 
 
@@ -180,7 +180,7 @@ def _is_for_types(node: ast.AST) -> bool:
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
-    """One circle of a graph, its first node again at the end; empty if there is none."""
+    """Return one circle of a graph, with its first node repeated at the end; empty if there is none."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -189,7 +189,7 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 
 
 def units_below(package: str, edges: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph of what stands directly in a package: its files and its packages, each package as one node."""
+    """Return the graph of what a package directly contains: its files and its packages, each package as one node."""
     depth = package.count(".") + 2
 
     def unit(name: str) -> str:

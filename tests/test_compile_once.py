@@ -1,4 +1,4 @@
-"""Processes that start together compile a function once, and without a folder to keep it each compiles."""
+"""Processes that start together compile a function only once; without a cache folder each compiles it."""
 
 import errno
 import os

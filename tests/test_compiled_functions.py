@@ -1,11 +1,14 @@
-"""What numba compiles stays little. `python -m benchmarks compile` fails where a function takes long."""
+"""The number of functions that numba compiles stays small.
+
+`python -m benchmarks compile` fails where one takes long.
+"""
 
 import ast
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "treering"
 MOST_FUNCTIONS = 196
-"""As many as there are. Merge or drop some before another is added: each costs every new installation its time."""
+"""The current number. Merge or drop some before adding another: each makes every new installation slower."""
 DECORATORS = {"compiled_once", "kernel", "lean", "njit"}
 
 

@@ -1,4 +1,4 @@
-"""Configurations: what is read, what wins, and that every mistake is named with its fix."""
+"""Configurations: which file or override wins, and errors that name the mistake and its fix."""
 
 import contextlib
 import re
@@ -81,7 +81,7 @@ def test_every_old_name_of_the_optimizer_is_refused_with_the_one_that_both_comma
 
 
 def nested(settings: dict[str, Any], key: str, value: object) -> dict[str, Any]:
-    """A copy of settings with another value of a dotted key."""
+    """Return a copy of settings with another value of a dotted key."""
     name, _, rest = key.partition(".")
     return settings | {name: nested(settings.get(name, {}), rest, value) if rest else value}
 
@@ -131,7 +131,7 @@ def test_no_override_value_can_set_another_key(text: str) -> None:
         name: str = ""
         other: int = 0
 
-    # Text that is a TOML number, for one, is refused for the string.
+    # A string setting refuses text that is a TOML number, for example.
     with contextlib.suppress(ConfigError):
         assert load(Named, None, [f"name={text}"]).other == 0
 

@@ -1,4 +1,4 @@
-"""The configuration of `treering train`: defaults are those of the records it becomes, contradictions are named."""
+"""The configuration of `treering train`: defaults equal those of its records, contradictions are refused by name."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The core works without the packages of `treering[train]`, and what needs them says how to install them."""
+"""The core works without the packages of `treering[train]`; commands that need them print how to install them."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def optional_dependencies() -> dict[str, list[str]]:
 
 
 def command_for(extra: str) -> str:
-    """What installs all of an extra: in the order of names, each with its range as the wheel has it."""
+    """Return the command that installs an extra: package names in order, each with its range as in the wheel."""
     ranges = [line.replace(">=5.0,<6", "<6,>=5.0") for line in sorted(optional_dependencies()[extra])]
     quoted = " ".join(f"'{line}'" for line in ranges)
     return f"pip install {quoted}"
@@ -119,7 +119,6 @@ def test_tokenizers_and_jinja_alone_read_chats(folder: Path) -> None:
     arguments = ["inspect", "messages.jsonl", "--tokenizer", ".", "--json", "--no-cache"]
     done = without_train(COMMAND, *arguments, cwd=folder, packages=packages)
     assert done.returncode == 0, done.stderr
-    # The tokens 2, +, 2, = and 4.
     assert json.loads(done.stdout)["files"][0]["flat_tokens"] == 5
     assert "chats are rendered by the chat template of ." in done.stderr
     done = without_train(COMMAND, *arguments, cwd=folder, packages=packages | {"jinja2"})
@@ -194,7 +193,7 @@ def test_a_hint_names_what_is_missing_or_too_old_and_never_a_name_that_no_index_
 
 
 def test_no_page_or_message_installs_a_name_that_no_index_has() -> None:
-    """The place of the name once it is published is one comment."""
+    """Only one comment names the package as it will be published."""
     folders = ("docs", "examples", "src")
     files = [
         file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in {".md", ".py", ".toml"}

@@ -1,4 +1,4 @@
-"""What documents tell a reader to type exists, and the first steps run as they are shown, in an empty folder."""
+"""Commands that documents show exist, and the first steps run as shown, in an empty folder."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ QUICK_START, _, _ = (ROOT / "docs" / "quick_start.md").read_text(encoding="utf-8
 _, _, FROM_OWN_DATA = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## On your own data\n")
 OWN_DATA = FROM_OWN_DATA.partition("\n## ")[0]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# A command, behind variables or torchrun; a line `treering: ...` is one that a command prints.
+# A command, after variables or torchrun; a line `treering: ...` is output of a command.
 COMMAND = re.compile(r"^(?:\w+=\S+ |torchrun (?:-\S+ (?:\d+ )?)*)*treering (.*)$", re.MULTILINE)
 ENDINGS = {"json": "jsonl", "python": "py"}
 MODEL = Path("Qwen", "Qwen3-0.6B")
@@ -40,18 +40,18 @@ SETTINGS = {
 
 
 def commands_in(text: str) -> list[list[str]]:
-    """The words behind `treering` of each command in the blocks of a text."""
+    """Return the words after `treering` of each command in the code blocks of a text."""
     blocks = "\n".join(block.replace("\\\n", " ") for _, block in BLOCK.findall(text))
     return [shlex.split(command, comments=True) for command in COMMAND.findall(blocks)]
 
 
 def is_setting(key: str) -> bool:
-    """Whether a dotted key is a setting, or stands in one that is a table."""
+    """Return whether a dotted key is a setting, or lies in one that is a table."""
     return any(key == one or key.startswith(f"{one}.") for one in SETTINGS)
 
 
 def keys_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted keys of a TOML document, without tables."""
+    """Return the dotted keys of a TOML document, without tables."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from keys_of(value, f"{prefix}{key}.")
@@ -60,7 +60,7 @@ def keys_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def parse(words: list[str]) -> None:
-    """Parses a command as the command line does, settings included, and runs nothing."""
+    """Parse a command and its settings as the command line does, without running it."""
     group = typer.main.get_command(app)
     context = group.make_context("treering", [], resilient_parsing=True)
     command = group.get_command(context, words[0])
@@ -100,7 +100,7 @@ def test_the_targets_and_settings_of_a_page_exist(page: Path) -> None:
 
 
 def files_in(text: str) -> Iterator[tuple[str, str]]:
-    """Name and content of the files that a text shows: a block is the file that was last named before it."""
+    """Return name and content of the files that a text shows: a block is the file that was named last before it."""
     for block in BLOCK.finditer(text):
         ending = ENDINGS.get(block[1], "")
         names = re.findall(rf"`(\w+\.{ending})`", text[: block.start()]) if ending else []
@@ -153,6 +153,6 @@ def test_the_first_steps_run_as_shown(
         assert not ended.value.code, (words, err)
         outputs.append(out)
     assert [path for path in written if not (folder / path).exists()] == []
-    # What the first command says to do next is what the page does next.
+    # The page continues with the command that the first one suggests.
     assert f"Next: treering {shlex.join(commands[2])}" in " ".join(outputs[0].split())
     assert "⟦" in outputs[1]

@@ -1,7 +1,4 @@
-"""What the documents show runs: the examples of README and docs with their output, and those of docstrings.
-
-What they point to is there.
-"""
+"""Documents run as shown: the examples of README and docs with their output, the examples in docstrings, and links."""
 
 import doctest
 import importlib
@@ -30,10 +27,10 @@ DOCUMENTS = (
     "docs/rewards.md",
     "docs/environments.md",
 )
-# An example, and the next block where it is an output: a document says what an example prints, always behind it.
+# An example and the next block where that is its output: documents show what an example prints after it.
 EXAMPLE = re.compile(r"^```python\n(.*?)^```\n(?:[^`]|`(?!``))*?^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PAGES = sorted(page for where in ("", "docs/", "benchmarks/", "examples/*/") for page in ROOT.glob(f"{where}*.md"))
-# A link without a scheme, up to its section; a file with its folder, from the root, the sources or the page.
+# A link without a scheme, up to its section: a path from the root, the sources or the page.
 LINK = re.compile(r"\]\((?!\w+:)([^)#]+)")
 FILE = re.compile(r"`((?:\w+/)+\w+\.(?:py|md|toml))`")
 
@@ -41,7 +38,7 @@ FILE = re.compile(r"`((?:\w+/)+\w+\.(?:py|md|toml))`")
 def modules_of(room: str) -> list[str]:
     package = importlib.import_module(f"treering.{room}")
     names = [found.name for found in pkgutil.walk_packages(package.__path__, f"treering.{room}.")]
-    # Kernels import triton or flash-attn-4, which an installation may lack.
+    # Kernels import triton or flash-attn-4, which may not be installed.
     return [
         name
         for name in names
@@ -57,7 +54,7 @@ def test_the_examples_of_a_document_print_what_it_says(
     text = (ROOT / document).read_text(encoding="utf-8")
     examples = EXAMPLE.findall(text)
     assert len(examples) == text.count("```python\n") > 0
-    # One after another, as they are read; models of the reader's own are any supported ones.
+    # Examples run in reading order. Models that belong to the reader may be any supported ones.
     names: dict[str, object] = {"model": build(), "teacher": build(seed=1)}
     for example, output in examples:
         exec(compile(example, document, "exec"), names)

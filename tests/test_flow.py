@@ -1,4 +1,4 @@
-"""How much code a reader passes through: files and functions that one `backward` and one step of `train` enter."""
+"""How much code a reader passes through: the files and functions that one `backward` and one step of `train` enter."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The promised versions: what `make hosts` says of a resolver's answers, and where each floor stands."""
+"""The promised versions: what `make hosts` reports about a resolver's answers, and where each minimum is set."""
 
 import re
 import tomllib

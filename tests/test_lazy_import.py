@@ -1,4 +1,4 @@
-"""Importing stays light: heavy libraries are loaded by the first use that needs them, not before."""
+"""Importing treering is light: heavy libraries are loaded only by the first use that needs them."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ print(json.dumps(sorted(set(sys.modules) & set({heavy}))))
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The heavy libraries that a fresh interpreter holds after the statement."""
+    """Return the heavy libraries that a fresh interpreter has loaded after the statement."""
     code = PROBE.format(statement=statement, heavy=sorted(HEAVY))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=500)
     return set(json.loads(done.stdout.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""Metrics: what the sinks write, that no step stands twice, and that NaN survives."""
+"""Metrics: what the sinks write, that no step is logged twice, and that NaN survives."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The figures of README and docs/results.md are those of the reports in benchmarks/results."""
+"""The figures of README and docs/results.md equal those of the reports in benchmarks/results."""
 
 import json
 import re
@@ -27,7 +27,7 @@ COMMAND = re.compile(rf"\(`({'|'.join(REPORTS)})`")
 
 
 def rows(document: str) -> Iterator[tuple[str, str]]:
-    """The command of each row of a table of five columns, and what stands behind its first one."""
+    """Yield the command and the other columns of each row of a table of five columns."""
     command = ""
     for line in (ROOT / document).read_text(encoding="utf-8").splitlines():
         cells = line.strip("|").split("|")
@@ -38,7 +38,7 @@ def rows(document: str) -> Iterator[tuple[str, str]]:
 
 
 def numbers(report: Any, parent: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Each number of a report with its path, positions in lists left out."""
+    """Yield each number of a report with its path, without positions in lists."""
     if isinstance(report, dict):
         for name, value in report.items():
             yield from numbers(value, (*parent, name))
@@ -50,7 +50,7 @@ def numbers(report: Any, parent: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def known(command: str) -> list[float]:
-    """What a row may say: numbers of its reports, bytes in MB, and quotients of two that stand at one place."""
+    """Return the numbers a row may show: those of its reports, bytes in MB, and quotients of two at one path."""
     beside = defaultdict(list)
     for name in REPORTS[command]:
         report = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))

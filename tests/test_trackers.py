@@ -1,4 +1,4 @@
-"""Trackers get the metrics under their own names, and a resumed run goes on in the same place."""
+"""Trackers get the metrics under their own names, and a resumed run continues in the same place."""
 
 import math
 import os
@@ -38,7 +38,7 @@ def tensorboard(folder: Path, resume_step: int | None = None) -> TrackerSink:
 
 
 class FakeTracker:
-    """Keep what it gets, as accelerate's trackers take it."""
+    """Tracker that keeps what it gets, with the interface of accelerate's trackers."""
 
     def __init__(self, project: str, /, **options: Any) -> None:
         self.project, self.options, self.rows, self.settings, self.finished = project, options, [], None, 0
@@ -60,7 +60,7 @@ class FakeTracker:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[FakeTracker]:
-    """The trackers that are made, in order."""
+    """The trackers that were made, in order."""
     made: list[FakeTracker] = []
 
     def make(*arguments: Any, **options: Any) -> FakeTracker:

@@ -26,7 +26,7 @@ def write_config(folder, **changes):
 @pytest.mark.parametrize(
     ("name", "published_params", "tied", "norm_per_layer", "bias_per_layer"),
     [
-        # Published totals count what a token's cost leaves out: the embedding, norms and attention biases.
+        # Published totals include what a token's cost leaves out: the embedding, norms and attention biases.
         ("llama3-8b", 8_030_261_248, False, 2 * 4096, 0),
         ("qwen3-8b", 8_190_735_360, False, 2 * 4096 + 2 * 128, 0),
         ("qwen3-0.6b", 596_049_920, True, 2 * 1024 + 2 * 128, 0),

@@ -1,5 +1,3 @@
-"""The commands that train, in their own folder."""
-
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the workers of a run be objects of this process, and no Ray actors."""
+    """Let the workers of a run be objects of this process instead of Ray actors."""
     monkeypatch.setattr("treering.cli.train.make_actors", lambda _: TestActors())
 
 
@@ -32,11 +30,11 @@ def commands(
 
 @pytest.fixture
 def sft(capsys: pytest.CaptureFixture[str]) -> Call:
-    """`sft(path, *overrides)` is the JSON summary of `treering sft`, and its stderr."""
+    """`sft(path, *overrides)` returns the JSON summary of `treering sft`, and its stderr."""
     return trainer(run_sft, capsys)
 
 
 @pytest.fixture
 def train(in_process: None, capsys: pytest.CaptureFixture[str]) -> Call:
-    """`train(path, *overrides)` is the JSON summary of `treering train`, and its stderr."""
+    """`train(path, *overrides)` returns the JSON summary of `treering train`, and its stderr."""
     return trainer(run_train, capsys)

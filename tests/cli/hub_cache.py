@@ -1,4 +1,4 @@
-"""A Hugging Face cache, and a hub on this machine, with a tiny model of 32 token ids."""
+"""A Hugging Face cache and a local hub, with a tiny model of 32 token ids."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ FIRST, SECOND = "a" * 40, "b" * 40
 
 
 def save_model(folder: Path, *, seed: int = 0, tied: bool = True, **options: Any) -> Path:
-    """Saves a tiny model of 32 ids; `options` are those of `save_pretrained`."""
+    """Save a tiny model of 32 ids; `options` are passed to `save_pretrained`."""
     config = Qwen3Config(
         vocab_size=32,
         hidden_size=16,
@@ -36,7 +36,7 @@ def save_model(folder: Path, *, seed: int = 0, tied: bool = True, **options: Any
 
 
 def save_tokenizer(folder: Path, words: Sequence[str] = tuple(map(str, range(32)))) -> Path:
-    """Adds a tokenizer of words, of which the first stands for unknown ones."""
+    """Add a tokenizer of words, the first of which stands for unknown words."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def save_tokenizer(folder: Path, words: Sequence[str] = tuple(map(str, range(32)
 
 
 def add_to_cache(cache: Path, model: Path, *, commit: str, ref: str = "main") -> None:
-    """Adds a commit of `ID` as the hub's client lays it out: links to blobs, and a file for each ref."""
+    """Add a commit of `ID` in the layout of the hub's client: links to blobs, and a file for each ref."""
     repo = cache / f"models--{ID.replace('/', '--')}"
     snapshot = repo / "snapshots" / commit
     for folder in (snapshot, repo / "blobs", repo / "refs"):
@@ -59,7 +59,7 @@ def add_to_cache(cache: Path, model: Path, *, commit: str, ref: str = "main") ->
 
 @contextmanager
 def local_hub(model: Path, commit: str) -> Iterator[tuple[str, list[str]]]:
-    """The address of a hub that serves one commit of `ID`, and the paths that it was asked for."""
+    """Return the address of a hub that serves one commit of `ID`, and the list of paths it was asked for."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -57,7 +57,7 @@ CONFIGS = {"sft": SFT, "train": TRAIN}
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """The exit code of `treering WORDS`."""
+    """Return the exit code of `treering WORDS`."""
     monkeypatch.setattr(sys, "argv", ["treering", *words])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -65,13 +65,13 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def take_signals() -> None:
-    """A program that is started in the background, or by nohup, inherits that it ignores some."""
+    """Reset signals: a program started in the background or by nohup inherits that some are ignored."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
 def started(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """`treering WORDS` in its own process, in a folder that it imports from, with more environment variables."""
+    """Start `treering WORDS` in its own process, in a folder that it imports from, with more environment variables."""
     paths = os.pathsep.join(map(str, (ROOT / "src", ROOT, folder)))
     return subprocess.Popen(
         [sys.executable, "-c", "from treering.cli.start import main; main()", *words],
@@ -88,7 +88,7 @@ Call = Callable[..., tuple[dict[str, Any], str]]
 
 
 def trainer(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Call:
-    """A function of a configuration and overrides that trains, and returns the JSON summary and stderr."""
+    """Return a function of a configuration and overrides that trains and returns the JSON summary and stderr."""
 
     def call(path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
         run(config_path=path, overrides=list(overrides), json_output=True)
@@ -99,7 +99,7 @@ def trainer(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Cal
 
 
 class Commands:
-    """Runs commands in the current folder."""
+    """Commands in the current folder."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         self.folder, self._monkeypatch, self._capfd = folder, monkeypatch, capfd
@@ -107,18 +107,18 @@ class Commands:
             (folder / f"{name}.toml").write_text(text)
 
     def run(self, name: str, *overrides: str) -> tuple[int, str]:
-        """Exit code and stderr of `treering NAME NAME.toml OVERRIDES`."""
+        """Run `treering NAME NAME.toml OVERRIDES`; return exit code and stderr."""
         code = call(self._monkeypatch, name, f"{name}.toml", *overrides, "--json")
         return code, self._capfd.readouterr().err
 
     def done(self, name: str, *overrides: str) -> str:
-        """Stderr of a command that ends well."""
+        """Run a command that must succeed; return its stderr."""
         code, err = self.run(name, *overrides)
         assert code == 0, err
         return err
 
     def refused(self, name: str, *overrides: str) -> str:
-        """The one line of a command that does not."""
+        """Run a command that must fail; return its one line of stderr."""
         code, err = self.run(name, *overrides)
         lines = [line for line in err.splitlines() if line.startswith("treering: ")]
         assert code == 2, err
@@ -143,12 +143,12 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def weights_of(checkpoint: str) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint as Hugging Face loads them."""
+    """Return the weights of a checkpoint as Hugging Face loads them."""
     return AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()  # type: ignore[no-any-return]
 
 
 def is_same(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Whether two runs, by their summaries, have bitwise the same weights."""
+    """Return whether two runs, given by their summaries, have bitwise the same weights."""
     ours, theirs = weights_of(left["checkpoint"]), weights_of(right["checkpoint"])
     assert ours.keys() == theirs.keys()
     return all(torch.equal(ours[key], theirs[key]) for key in ours)

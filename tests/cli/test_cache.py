@@ -1,4 +1,4 @@
-"""`treering cache`, `--no-cache`, and files that are named by patterns."""
+"""`treering cache`, `--no-cache`, and files given by patterns."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from treering.errors import InputError
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two shards in the current folder, the second of which has a task of the first one too, and an own cache."""
+    """Two shards in the current folder that share one task, and an own cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TREERING_CACHE", str(tmp_path / "cache"))
     for name, tasks in (("part-0.jsonl", ["a", "b", "a"]), ("part-1.jsonl", ["b", "c"])):

@@ -1,4 +1,4 @@
-"""The rows of the data that `treering sft` trains, and what it logs about them."""
+"""The rows of the data that `treering sft` trains on, and what it logs about them."""
 
 import gzip
 import json

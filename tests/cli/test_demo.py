@@ -30,7 +30,7 @@ from treering.data import read_trajectories
 from treering.errors import InputError
 from treering.rl.loop import RlLoop
 
-# The first test trains a policy, and on a fresh machine compiles all that drafts first.
+# The first test trains a policy; on a fresh machine it first compiles the drafter.
 pytestmark = pytest.mark.timeout(900)
 
 SMALL = DemoSize(num_prompts=8, prompts_per_step=4, group_size=8, num_epochs=2, max_batch=4)
@@ -43,13 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start() -> WarmStart:
-    """A policy that gets about half right: all tests begin from it."""
+    """A policy that gets about half of the sums right, from which all tests start."""
     return warm_start(demo_task(DemoSize().num_prompts, 0), seed=0, on_step=lambda _step, _accuracy: None)
 
 
 @pytest.fixture(scope="module")
 def report(folder: Path, start: WarmStart) -> DemoReport:
-    """A small demo."""
+    """The report of a small demo."""
     transformers_logging.enable_progress_bar()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "warm_start", lambda *_, **__: start)
@@ -138,7 +138,7 @@ def test_a_pretrained_model_trains_both_ways_on_sums_in_words(tmp_path: Path, mo
     )
     build("llama", vocab_size=400).save_pretrained(folder)
     monkeypatch.setattr(demo, "fetched", lambda *_: folder)
-    # Random weights answer no sum.
+    # Random weights never solve a sum.
     monkeypatch.setattr(demo, "_REWARD", "def number_alone(prompt, text): return len(text) % 3")
     size = DemoSize(num_prompts=4, prompts_per_step=2, group_size=4, num_epochs=2, max_batch=4)
     (tmp_path / "out").mkdir()
@@ -161,7 +161,7 @@ def test_the_right_number_alone_is_worth_most() -> None:
 
 @pytest.mark.slow
 def test_reward_rises_clearly(start: WarmStart, tmp_path: Path) -> None:
-    """About half right, then clearly more: on the prompts that are trained and on others."""
+    """About half right at first, then clearly more, on trained prompts and on others."""
     size, seed = DemoSize(num_epochs=4, group_size=8), 0
     unseen = demo_task(size.num_prompts, seed).held_out(512)
     before = measure_accuracy(start.model, unseen)
@@ -173,7 +173,7 @@ def test_reward_rises_clearly(start: WarmStart, tmp_path: Path) -> None:
 
 
 def train(folder: Path, size: DemoSize, seed: int) -> tuple[RlLoop, list[float]]:
-    """The Treering side alone: its loop, and the mean reward of every epoch."""
+    """Run only the Treering side; return its loop and the mean reward of every epoch."""
     config = load(RlConfig, write_config(folder, size, sums_sections(size, seed), side="treering", seed=seed))
     rewards: list[list[float]] = [[] for _ in range(size.num_epochs)]
     with open_training(config, config_dir=folder, console=Console(quiet=True)) as run:

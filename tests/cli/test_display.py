@@ -1,4 +1,4 @@
-"""Steps, other work and long silences: on a terminal a bar, in a log a line now and then."""
+"""Progress of steps, other work and long silences: a bar on a terminal, a line now and then in a log."""
 
 import io
 import time
@@ -38,7 +38,7 @@ def test_figures_are_those_that_a_step_has() -> None:
 
 
 def shown_of_a_step(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = False, quiet: bool = False) -> str:
-    """What a step of 1,000 micro-batches of 50 tokens shows, one each second; then the step is done."""
+    """Return what is shown of a step of 1,000 micro-batches of 50 tokens, one each second, until the step is done."""
     now = 0.0
     monkeypatch.setattr(display.time, "monotonic", lambda: now)
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100, color_system=None, quiet=quiet)
@@ -58,7 +58,7 @@ def test_off_a_terminal_a_long_step_is_a_line_each_half_minute(monkeypatch: pyte
     assert running[0] == "step 2/4: training 1,500 of 50,000 tokens, 16 min 10 s left"
     assert running[-1] == "step 2/4: training 49,500 of 50,000 tokens, 10 s left"
     assert done == "step 2/4 loss 2.000"
-    # A line of a step counts too: the next one comes 30 s after it.
+    # A line about a step counts too: the next one comes 30 s after it.
     assert following == "step 3/4: training 1,450 of 50,000 tokens, 16 min 11 s left"
 
 
@@ -85,7 +85,7 @@ def test_work_off_a_terminal_is_a_line_now_and_then_with_the_time_left(
             shown.show(words, done)
         now, count = 2000.0, shown.counting("drafting", 400)
         count(100)
-    # The share grew by 0.1 a minute from 1000 s on; from 1300 s on 0.1 is left of what took 300 s for 0.9.
+    # The share grew by 0.1 a minute from 1000 s on; at 1300 s, 0.1 is left, and 0.9 took 300 s.
     assert capsys.readouterr().err.splitlines() == [
         "math, 0%",
         "math: tree done, 20%, about 8 min left",
@@ -110,7 +110,7 @@ def test_compiling_is_announced_while_the_cache_has_no_index(
 
 
 def said(monkeypatch: pytest.MonkeyPatch, every_s: float, *, is_terminal: bool = False) -> list[str]:
-    """The lines of a command that loads for a moment silently, and then trains."""
+    """Return the lines of a command that is silent while it loads, and then trains."""
     monkeypatch.setattr(display, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(display, "PART_EVERY_S", every_s)
     console = LogConsole(file=io.StringIO(), force_terminal=is_terminal, color_system=None)

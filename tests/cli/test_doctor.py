@@ -1,4 +1,4 @@
-"""The doctor tells tested releases from others, finds damaged files of a run, and compares engine and trainer."""
+"""The doctor recognises tested releases, finds damaged files of a run, and compares engine and trainer."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the finished run to damage."""
     return shutil.copytree(finished, tmp_path / "run")
 
 
@@ -120,8 +120,8 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
 
 def test_the_mismatch_is_rounding_where_engine_and_trainer_agree(folder: Path) -> None:
     found = measure_mismatch(folder, check_run(folder)["checkpoints"])
-    # Step 4 was sampled by the weights after step 3, 2 prompts x 3 rollouts; logs hold float64 log-probs of float32
-    # sums over 8 numbers.
+    # The weights after step 3 sampled step 4: 2 prompts x 3 rollouts. Logs hold float64 log-probs of float32 sums over
+    # 8 numbers.
     assert (found["checkpoint"], found["num_rollouts"]) == ("step-000003", 6)
     assert found["mean"] <= found["largest"] < 1e-5
 

@@ -1,4 +1,4 @@
-"""Runs with [eval], and `treering eval`: one measurement of the same weights, whoever asks for it."""
+"""Runs with [eval] and `treering eval` measure the same value for the same weights."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from treering.report.content import page_content, tiles_of
 
 @pytest.fixture
 def evaluate(commands: Commands, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    """Runs `treering eval`; returns what it prints as JSON, or its one line of refusal."""
+    """Run `treering eval`; return the JSON it prints, or its one line of refusal."""
 
     def evaluated(*arguments: str) -> Any:
         code = call(monkeypatch, "eval", *arguments, "--json")
@@ -88,7 +88,7 @@ def test_a_model_is_evaluated_on_a_file(commands: Commands, evaluate: Any) -> No
     write("test.jsonl", seed=1)
     commands.done("sft", "train.num_steps=1")
     found = evaluate("out/checkpoints/step-000001", "--file", "test.jsonl", "model.device=cpu")
-    # The run trains on generated ids; a file of ids is as good.
+    # The run trains on generated ids; a file of ids works too.
     assert found["eval/loss"] > 0
     assert "which says nothing of held-out data" in evaluate("out/checkpoints/step-000001")
     assert "no [eval] that names held-out data" in evaluate("out")
@@ -142,7 +142,7 @@ def test_the_settings_that_a_run_has_written_read_back_as_they_were() -> None:
 
 
 def aged(run: Path, values: dict[str, Any]) -> None:
-    """Writes more settings into the files of a run, as an earlier version did."""
+    """Write more settings into the files of a run, as an earlier version did."""
     config = json.loads((run / "config.json").read_text())
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -170,7 +170,7 @@ def test_a_run_of_an_earlier_version_is_evaluated_resumed_and_shown_or_refused_b
     assert told in evaluate("out")
     assert "history.shape is a setting of earlier versions: drafts are trees" in evaluate("out")
     assert "warmup.num_prompts is 20 there and 'nothing' here" in commands.refused("train", *own, "rl.num_steps=6")
-    # Both read settings as the run wrote them.
+    # These commands read settings as the run wrote them.
     for command in ("report", "inspect", "doctor"):
         words = {"report": ["out"], "inspect": ["--drafts", "out"], "doctor": ["out"]}[command]
         assert call(monkeypatch, command, *words) == 0, capfd.readouterr().err

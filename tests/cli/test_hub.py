@@ -1,4 +1,4 @@
-"""Models by hub id: from the cache without a network, from the hub with one; a run keeps the commit it began with."""
+"""Models by hub id: from the cache without a network, else from the hub; a run keeps the commit that it began with."""
 
 import json
 import os
@@ -147,7 +147,7 @@ def test_a_run_keeps_its_commit_wherever_the_cache_is(
     identity = (hub_commands.folder / "out" / "run.json").read_text()
     assert str(cache) not in identity
     assert json.loads(identity)["model.path"] == ID
-    # Another place, where the main branch has moved on.
+    # Another cache, where the main branch has moved on.
     moved = hub_commands.folder / "moved"
     add_to_cache(moved, models[0], commit=FIRST)
     add_to_cache(moved, models[1], commit=SECOND)
@@ -155,7 +155,7 @@ def test_a_run_keeps_its_commit_wherever_the_cache_is(
     assert "resuming the run in out after step 2" in hub_commands.done(name, f"{length}=3")
     refused = hub_commands.refused(name, "model.revision=main", f"{length}=4")
     assert f"model.revision is '{FIRST}' there and '{SECOND}' here" in refused
-    # A new run takes what the branch names by then.
+    # A new run uses the commit that the branch names now.
     hub_commands.done(name, "run.dir=new")
     assert settings(hub_commands.folder / "new")["model"]["revision"] == SECOND
 
@@ -199,7 +199,7 @@ def test_a_model_is_fetched_from_the_hub_once_and_without_what_it_does_not_need(
 
 
 def found(home: Path, address: str, name: str, revision: str = "") -> subprocess.CompletedProcess[str]:
-    """What `find_folder` prints in its own process, which the hub's client takes its environment from."""
+    """Return what `find_folder` prints in its own process, because the hub's client reads the environment on import."""
     script = f"from treering.cli.hub import find_folder\nprint(find_folder({name!r}, [], setting='model.path'"
     env = {key: value for key, value in os.environ.items() if key != "HF_HUB_CACHE"}
     env |= {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}

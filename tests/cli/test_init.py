@@ -1,4 +1,4 @@
-"""`treering init`: what it writes runs as it is, with sizes that fit, and nothing is overwritten."""
+"""`treering init` writes a file that runs as it is, with sizes that fit, and overwrites nothing."""
 
 import json
 import tomllib
@@ -34,7 +34,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *w
 
 
 def write_set(path: Path, num_tasks: int) -> None:
-    """Tasks of two trajectories of five tokens that share three; the last three tokens are trained."""
+    """Write tasks of two trajectories of five tokens that share three; the last three tokens are trained."""
     mask = np.array([0, 0, 1, 1, 1], np.bool_)
     rows = [
         Trajectory(task_id=task, tokens=np.array([1, 2, task % 20, 20, last], np.int32), loss_mask=mask)
@@ -62,7 +62,7 @@ def test_a_file_for_trajectories_trains_as_it_is(folder, monkeypatch, capsys):
     assert "The longest sequence has 5 tokens, the largest tree 6 distinct" in words
     settings = tomllib.loads(text)
     assert settings["data"] == {"files": ["traces.jsonl"]}
-    # Two trees a step: 10 steps an epoch, three epochs.
+    # Two trees a step give 10 steps an epoch; three epochs.
     assert (settings["train"]["trees_per_step"], settings["train"]["num_epochs"]) == (2, 3)
     code, out, err = call(monkeypatch, capsys, "sft", "sft.toml", "--json")
     assert code == 0, err
@@ -95,7 +95,7 @@ def test_a_file_for_prompts_trains_as_it_is(folder, monkeypatch, capsys):
     assert json.loads(out)["command"] == "treering train train.toml"
     text = (folder / "train.toml").read_text()
     settings = tomllib.loads(text)
-    # Prompts of two numbers and what the template opens a turn with, of 24 positions.
+    # Prompts of two numbers and the opening of a turn take 3 of the 24 positions.
     assert settings["sampling"]["max_tokens"] == 24 - 3
     assert (settings["rl"]["prompts_per_step"], settings["rl"]["num_epochs"]) == (1, 3)
     assert "4 prompts, 4 of them with an answer" in " ".join(text.replace("\n#", "").split())

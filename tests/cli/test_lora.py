@@ -1,4 +1,4 @@
-"""[lora] in `sft` and `train`: adapters train, are saved and resume; what would not be exact is refused by name."""
+"""[lora] in `sft` and `train`: adapters train, are saved and resume; anything inexact is refused by name."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ reward = "tests.cli.test_lora:num_words"
 
 
 def num_words(prompt: Prompt, text: str) -> float:
-    """A reward that random weights already get differently."""
+    """A reward that differs between rollouts already with random weights."""
     return float(len(set(text.split())))
 
 
@@ -129,7 +129,7 @@ def test_workers_train_the_same_adapters(lora_commands: Commands) -> None:
     ours, theirs = (adapters(folder / run, 3) for run in ("several", "alone"))
     assert all(weight.any() for weight in theirs.values()), "without an update lora_B is zero"
     assert ours.keys() == theirs.keys()
-    # float32: which rollouts run side by side decides how sums are rounded.
+    # float32: which rollouts share a batch decides how sums are rounded.
     assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in ours)
     report = measure_mismatch(folder / "alone", ["step-000001"])
     assert report["num_rollouts"] > 0

@@ -26,7 +26,7 @@ SUBCOMMANDS = {*PLACES, "doctor", "init", "trl", "cache"}
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
-    """Put a module with this `run` in the place of a subcommand's, so that no work is done."""
+    """Replace a subcommand's module by one with this `run`, so that no work is done."""
     place = f"treering.cli.{PLACES[name]}"
     module = ModuleType(place)
     setattr(module, f"run_{name}" if PLACES[name] == "training" else "run", run)
@@ -140,7 +140,7 @@ def test_help_of_a_subcommand_shows_an_example_and_json(
     assert call(monkeypatch, name, "--help") == 0
     out = capsys.readouterr().out
     assert f"Example: treering {name}" in out
-    # What TRL prints is TRL's.
+    # TRL decides what `trl` prints.
     assert ("--json" in out) == (name != "trl")
 
 

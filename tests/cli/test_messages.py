@@ -1,4 +1,4 @@
-"""Messages speak of the command that one used, and know a mistake for what it is."""
+"""Messages name the command that was used, and recognise common mistakes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The card of a checkpoint says what was trained, and nothing of the machine that trained it."""
+"""The card of a checkpoint describes what was trained, without anything about the machine."""
 
 import json
 from pathlib import Path

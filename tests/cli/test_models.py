@@ -1,4 +1,4 @@
-"""Model folders: a damaged one is refused in a line that names the file or the weight; nothing random is trained."""
+"""Model folders: a damaged one is refused in a line that names the file or the weight; no random weight is trained."""
 
 import io
 import json
@@ -26,7 +26,7 @@ ran: list[str] = []
 
 
 class Code:
-    """Unpickling it runs a function."""
+    """Object that runs a function when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
         return ran.append, ("code",)
@@ -57,7 +57,7 @@ def edit_config(folder: Path, **settings: object) -> Path:
 
 
 def as_pickle(folder: Path) -> Path:
-    """The file of weights as a .bin, in place of the safetensors file."""
+    """Save the weights as a .bin in place of the safetensors file."""
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     return folder / "pytorch_model.bin"

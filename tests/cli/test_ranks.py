@@ -1,4 +1,4 @@
-"""Processes under torchrun: one of those that end says why."""
+"""Processes under torchrun: exactly one of those that end prints the reason."""
 
 from datetime import timedelta
 
@@ -15,7 +15,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> "Ask":
 
 
 class Ask:
-    """Asks as a rank of three would."""
+    """Ask as a rank of three would."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch

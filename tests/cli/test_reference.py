@@ -1,4 +1,4 @@
-"""The list of settings: every key of the sections, on the page and in the help."""
+"""The list of settings: every key of the sections is on the page and in the help."""
 
 import sys
 import tomllib
@@ -18,10 +18,10 @@ COMMANDS = {"sft": SftConfig, "train": RlConfig}
 
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Dotted keys and fields, from the models themselves instead of their schema."""
+    """Yield dotted keys and fields, read from the models themselves instead of their schema."""
     for attribute, field in model.model_fields.items():
         if field.exclude:
-            # Only Python sets it.
+            # Can be set only from Python.
             continue
         kind: Any = field.annotation
         name = field.alias or attribute
@@ -56,7 +56,7 @@ def test_kinds_of_values_are_said_in_words() -> None:
     assert settings["train.max_batch_tokens"].kind == 'integer or "auto"'
     assert settings["optim.betas"].kind == "[number >= 0 and < 1, number >= 0 and < 1]"
     assert settings["data.files"].kind == "path or array of path"
-    # A bound that only says what a machine holds is left out.
+    # A bound that only reflects the size of an integer is not shown.
     assert settings["train.seed"].kind == "integer >= 0"
     assert kind_in_words({"type": "boolean"}) == "true or false"
 

@@ -1,4 +1,4 @@
-"""`treering report` writes a page and a table of rollouts, and prints where."""
+"""`treering report` writes a page and a table of rollouts, and prints their paths."""
 
 import json
 from pathlib import Path

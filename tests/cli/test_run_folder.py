@@ -1,4 +1,4 @@
-"""The folder of a run: damage is reported and kept, one process writes, and a disk that fails costs no checkpoint."""
+"""The folder of a run: damage is reported and kept, one process writes, and a failing disk loses no checkpoint."""
 
 import errno
 import os
@@ -29,7 +29,6 @@ FOLDERS = ("checkpoints", "history", "rollouts", "tensorboard", "warmup")
 
 
 def counts(run: Path, log: str) -> list[int]:
-    """The steps of a log's lines."""
     return sorted(int(str(row["step"])) for file in run.glob(log) for row in rows(file))
 
 
@@ -47,7 +46,7 @@ def test_lost_lines_are_counted_and_the_run_goes_on_with_the_same_weights(comman
     assert (
         "metrics.jsonl is damaged: 1 unreadable line, 1 missing line of step 1; the damaged file is kept" in warned[0]
     )
-    # The row that says how many rollouts step 1 had is lost, and one of them is.
+    # The row with step 1's number of rollouts is lost, and so is one of its rollouts.
     assert "rollouts is damaged: 1 unreadable line, 12 missing lines of steps 3 to 4" in warned[1]
     assert (run / "metrics.jsonl.damaged").exists()
     assert (run / "rollouts" / "epoch-000.jsonl.damaged").exists()
@@ -61,7 +60,7 @@ def test_the_rows_of_steps_say_how_many_rollouts_are_logged(commands: Commands) 
     commands.done("train", "rl.num_steps=3", "run.rollouts=off")
     logged = [row.get("rollout/num_logged") for row in rows(commands.folder / "out" / "metrics.jsonl")]
     assert logged == [6, 6, None]
-    # Steps that were not logged are not missed.
+    # Steps that were not logged do not count as missing.
     assert "warning" not in commands.done("train", "rl.num_steps=4")
 
 
@@ -149,7 +148,7 @@ def test_a_second_demo_in_a_folder_is_refused(commands: Commands, monkeypatch: p
 
 
 class Disk:
-    """Fails at every Python-level operation that would write below a path with a text in it."""
+    """Disk that fails at every Python-level write to a path that contains a text."""
 
     def __init__(self) -> None:
         self._text = ""

@@ -1,4 +1,4 @@
-"""A run says why it is short, that it is complete and how it goes on, and that a budget is far too small."""
+"""A run reports why it is short, that it is complete, how to continue it, and that a budget is far too small."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A run executes nothing from its folder, writes nowhere else, shows nobody its environment, and listens to nobody."""
+"""A run executes nothing from its folder, writes nowhere else, leaks no environment variable, and opens no port."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 
 class Bomb:
-    """Makes a file where it is unpickled."""
+    """Object that makes a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -65,7 +65,7 @@ def test_a_pickle_whose_checksum_is_right_is_refused_in_one_line(
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     facts = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest["files"]["training_state.pt"] = facts
-    # An attacker writes the manifest's own checksum too.
+    # An attacker also rewrites the manifest's own checksum.
     manifest["sha256"] = _digest({name: manifest[name] for name in ("facts", "files")})
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     line = commands.refused("train", "rl.num_steps=5")
@@ -156,7 +156,7 @@ def session_of(pid: int) -> int | None:
 
 
 def listening(pid: int) -> list[str]:
-    """Local addresses, in hexadecimal digits, of a process's sockets that listen or that take datagrams."""
+    """Return local addresses, in hexadecimal, of a process's sockets that listen or receive datagrams."""
     try:
         links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
         tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6", "udp", "udp6")]

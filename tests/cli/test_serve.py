@@ -1,4 +1,4 @@
-"""`treering serve` answers from the model that it names, until it is ended."""
+"""`treering serve` serves the model that it names until it is ended."""
 
 import json
 import os

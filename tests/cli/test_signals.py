@@ -1,4 +1,4 @@
-"""How signals end a command: with real processes, each a small program around a block that the signal meets."""
+"""How signals end a command, tested with real processes: small programs around a block that the signal interrupts."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ WRAPS = """
     with signals.advising("the same command goes on"):
         Settings().model_dump()
 """
-# Each line is printed inside the block that swallows: a signal that follows it never falls outside.
+# Each line is printed inside the block that swallows, so a signal that follows it arrives inside the block.
 SWALLOWS = """
     line = "ready"
     while True:
@@ -55,7 +55,7 @@ SWALLOWS = """
         except BaseException:
             line = "swallowed"
 """
-# An error in the callback would be printed and dropped by ctypes, and the caller would get no answer.
+# ctypes would print and drop an error in the callback, and the caller would get no answer.
 CALLED_BACK = """
     import ctypes
 
@@ -142,7 +142,7 @@ def started(command: str, *, before: str = "") -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], *signals: signal.Signals) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a program that is sent signals once it is ready, each after a line."""
+    """Return exit code, stdout and stderr of a program that gets signals once it is ready, each after a line."""
     assert process.stdout is not None
     for number in signals:
         assert process.stdout.readline()
@@ -185,7 +185,7 @@ def test_a_run_that_saves_first_says_so_and_has_the_time() -> None:
 
 
 def test_a_second_signal_ends_a_run_that_saves_at_once() -> None:
-    # Saving would take longer than the test may. The second signal follows the announcement: it is another request.
+    # Saving would take longer than the test may. The second signal follows the announcement, so it is another request.
     patient = DEFERS.replace("sleep(1)", "sleep(600)")
     quick = "import treering.cli.signals as s; s._SAME_S = 0.0\n"
     code, out, err = ended(started(patient, before=quick), signal.SIGTERM, signal.SIGINT)
@@ -213,7 +213,7 @@ def test_a_forked_process_has_no_part_in_its_parents_signals() -> None:
     assert ended(started(FORKS)) == (0, f"{-signal.SIGTERM}\n", "")
 
 
-# The import of the command line is where the signal comes.
+# The signal arrives while the command line is imported.
 INTERRUPTED = """
 import importlib.abc, signal, sys
 

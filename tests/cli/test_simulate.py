@@ -1,5 +1,3 @@
-"""`treering simulate`: its options, results and errors."""
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +25,7 @@ def report_of(capsys: pytest.CaptureFixture[str], options: SimulateOptions) -> d
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Three epochs of 8 prompts with 4 rollouts each, prompt p around 20 (p + 1) tokens."""
+    """Build three epochs of 8 prompts with 4 rollouts each, where prompt p has around 20 (p + 1) tokens."""
     random = np.random.default_rng(0)
     rows = [
         {
@@ -66,7 +64,7 @@ def test_equal_rollouts_take_what_a_calculation_by_hand_says(capsys):
     options = replace(SMALL, lengths=f"lognormal:{np.log(100)},0", noise=0.0, training=0.5)
     report = report_of(capsys, options)
     rows = {row["policy"]: row for row in report["policies"]}
-    # An update takes half of the 360 s; synchronous steps wait for it, the others only for the last one.
+    # An update takes half of the 360 s; synchronous steps wait for each, the others only for the last one.
     assert rows["sync"]["makespan_s"] == pytest.approx(4 * (360 + 180))
     assert rows["longest_first"]["makespan_s"] == pytest.approx(4 * 360 + 180)
     assert rows["longest_first"]["bubble"] == pytest.approx(0.0, abs=1e-9)
@@ -94,7 +92,7 @@ def test_a_log_is_replayed_with_predictions_of_its_own_past(log, capsys):
     assert [step.num_rollouts for step in trace.steps] == [16] * 6
     assert (cluster.max_tokens, cluster.latency.prefill_s) == (max(step.lengths.max() for step in trace.steps), 0.5)
     assert set(trace.steps[0].num_prompt_tokens) == {7}
-    # A step that is planned two steps ahead knows the epoch before.
+    # A step that is planned two steps ahead knows the previous epoch.
     later = trace.steps[4]
     assert np.abs(later.forecast.lengths / later.lengths - 1).max() < 0.5
     assert np.array_equal(later.forecast.lengths, read_log_step(log, 4, staleness=1))

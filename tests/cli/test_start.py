@@ -1,5 +1,3 @@
-"""What the `treering` script sets before torch starts."""
-
 import subprocess
 import sys
 
@@ -7,7 +5,7 @@ import pytest
 
 from tests.killing import ROOT
 
-# The import of the command line is where torch could start.
+# Torch could start while the command line is imported.
 PROGRAM = """
 import os, sys, types
 

@@ -1,4 +1,4 @@
-"""Laws of both commands that train: a stopped run ends as one that was not, and goes on only as it began."""
+"""Laws of both commands that train: a resumed run ends like an uninterrupted one, and only with the same settings."""
 
 import shutil
 import sys
@@ -15,7 +15,7 @@ from tests.cli.train import test_command as of_train
 from treering.errors import StateError
 
 COMMANDS = {"sft": "train", "train": "rl"}
-"""With the section of their steps."""
+"""Commands, with the section that has their number of steps."""
 
 
 @pytest.fixture(params=COMMANDS)
@@ -25,7 +25,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def call(name: str, folder: Path, sft: Call, train: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Trains by the command with overrides; the JSON summary and stderr."""
+    """Train by the command with overrides; return the JSON summary and stderr."""
     monkeypatch.setitem(sys.modules, "tests_rewards", of_train)
     return partial(sft, of_sft.config(folder)) if name == "sft" else partial(train, of_train.prompts(folder))
 
@@ -106,7 +106,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(
     commands.done(name, "run.dir=whole")
     checkpoint = next(Path("whole/checkpoints").iterdir())
     tensors = load_file(checkpoint / "model.safetensors")
-    # Float32 weights and the two moments of each.
+    # Float32 weights and their two moments.
     size = 3 * sum(tensor.nbytes for tensor in tensors.values())
 
     def with_free(free: int) -> None:
@@ -119,7 +119,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(
     assert not list(Path("out").glob("checkpoints/step-*"))
     with_free(2 * size)
     assert "up to 3 more will be written (run.keep = 2)" in commands.done(name)
-    # A finished run saves no more.
+    # A finished run saves nothing more.
     with_free(0)
     commands.done(name)
     with_free(3 * size)

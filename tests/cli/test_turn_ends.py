@@ -1,4 +1,4 @@
-"""Checkpoints end and write turns as they were trained: `generate`, `apply_chat_template` and the server show it."""
+"""Checkpoints end and write turns as they were trained: `generate`, `apply_chat_template` and the server agree."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from treering.cli.serve.options import ServeOptions
 from treering.data import Message, Renderer, ToolCall, Trajectory
 
 EOS = "<|endoftext|>"
-# The end that is trained; None in place of a template is the plain form.
+# The end of turn that is trained, and the template; None stands for the plain form.
 KINDS: dict[str, tuple[str | None, str]] = {
     "chatml": (MARKED % ("|im_start|", "<|im_end|>\n", "|im_start|"), "<|im_end|>"),
     "llama 3": (MARKED % ("|h|", "<|eot_id|>", "|h|"), "<|eot_id|>"),
@@ -33,7 +33,7 @@ CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4
 
 
 def save_base(folder: Path, template: str | None, eos: int | list[int] | None = 0) -> Path:
-    """A base model, whose eos is <|endoftext|>, with a tokenizer."""
+    """Save a base model, whose eos is <|endoftext|>, with a tokenizer."""
     settings = {} if template is None else {"chat_template": template}
     save_tokenizer(folder, TOKENS, eos_token=EOS, **settings)
     num_ids = len(AutoTokenizer.from_pretrained(folder))
@@ -44,7 +44,7 @@ def save_base(folder: Path, template: str | None, eos: int | list[int] | None = 
 
 
 def fitted(folder: Path, sft: Call, rows: list[dict[str, Any]], *overrides: str) -> tuple[Path, str]:
-    """The checkpoint of a model that knows the rows by heart, and stderr."""
+    """Return the checkpoint of a model that has memorised the rows, and stderr."""
     (folder / "rows.jsonl").write_text("".join(json.dumps({"task_id": i, **row}) + "\n" for i, row in enumerate(rows)))
     (folder / "run.toml").write_text(
         '[model]\npath = "base"\ndevice = "cpu"\n[data]\nfiles = ["rows.jsonl"]\n'

@@ -32,7 +32,7 @@ def build_tokenizer(special_tokens: list[str], corpus: list[str], *, use_regex: 
 
 
 def save_tokenizer(folder: Path, special_tokens: list[str], **settings: object) -> Path:
-    """A Hugging Face tokenizer folder with these settings."""
+    """Save a Hugging Face tokenizer folder with these settings."""
     folder.mkdir(exist_ok=True)
     build_tokenizer(special_tokens, CORPUS, use_regex=True).save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}

@@ -1,7 +1,8 @@
 """No key of a record that could change what is trained is ignored silently.
 
-Each key of the formats' specifications gets values of its type. A record with it is compared with the record without:
-it is refused, left out with a note, or read as something else; or the key is one of those that say nothing of training.
+Each key of the formats' specifications gets values of its type, and a record with it is compared with the record
+without. The record must be refused, skipped with a note, or read differently, unless the key is listed as irrelevant to
+training.
 """
 
 import pytest
@@ -36,7 +37,7 @@ OF_TRAINING: dict[str, list[object]] = {
     **valued(("finish_reason", "stop_reason"), ["length", "max_tokens", "error"]),
     **valued(("is_completed", "completed"), [False]),
 }
-# Keys that are ignored with token ids, which include all that the policy saw.
+# Keys that are ignored with token ids, because the ids include all that the policy saw.
 OF_CHATS = {*SYSTEMS, *TOOLS}
 OF_CUTS = {"is_truncated", "truncated", "finish_reason", "stop_reason"}
 WITH_IDS = {"treering", "prime_rl", "skyrl"}
@@ -56,7 +57,7 @@ OF_A_MESSAGE: dict[str, list[object]] = {
 
 
 def outcome(tmp_path, record):
-    """What is made of a record: its refusal, or what is trained of it with what was said."""
+    """Return the outcome of a record: its refusal, or what is trained of it with the notes."""
     try:
         found, said = read(tmp_path, record)
     except InputError as error:
@@ -73,7 +74,7 @@ def outcome(tmp_path, record):
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("key", OF_TRAINING)
 def test_a_key_of_a_record_is_read_refused_or_said(tmp_path, name, key):
-    # Lengths say nothing where prompt and response are apart.
+    # Lengths add nothing where prompt and response are separate.
     if (name in WITH_IDS and key in OF_CHATS | OF_CUTS) or (name != "treering" and key in LENGTHS):
         return
     plain = outcome(tmp_path, RECORDS[name])

@@ -1,5 +1,3 @@
-"""Notes on data before it is trained."""
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -19,7 +19,7 @@ def tokens_of(trajectories: list[Trajectory]) -> list[list[int]]:
 
 
 def test_branches_and_further_roots_are_trajectories_in_the_order_of_their_leaves() -> None:
-    # Two answers to one question; a sub-agent with its own prompt; the first answer continues.
+    # Two answers to one question; a sub-agent with its own prompt; a continuation of the first answer.
     trace = decode_trace(
         run(
             message(None, [1]),
@@ -36,7 +36,7 @@ def test_branches_and_further_roots_are_trajectories_in_the_order_of_their_leave
 
 
 def test_a_compaction_is_trained_only_if_the_agent_went_on_from_it() -> None:
-    # Node 2 and 3 are attempts to sum up the same history; the new root continues from the second.
+    # Nodes 2 and 3 are attempts to summarise the same history; the new root continues from the second.
     nodes = [
         message(None, [1]),
         answer(0, [2], [3]),
@@ -165,7 +165,7 @@ def test_advantages_leave_the_given_trace_and_nodes_that_are_not_trained_alone()
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[Record]:
-    """Nodes of a random forest in random order, over so few tokens that siblings often begin alike."""
+    """Draw nodes of a random forest in random order, over few tokens, so that siblings often begin alike."""
     num_nodes = draw(st.integers(1, 9))
     parents = [draw(st.none() | st.integers(0, i - 1)) if i else None for i in range(num_nodes)]
     place = draw(st.permutations(range(num_nodes)))
@@ -182,7 +182,7 @@ def trees(draw: st.DrawFn) -> list[Record]:
 
 
 def branches_of(nodes: list[Record]) -> list[list[int]]:
-    """The paths from each leaf, found from the roots down."""
+    """Return the paths to each leaf, found from the roots down."""
     children: dict[int | None, list[int]] = {}
     for i, node in enumerate(nodes):
         children.setdefault(node["parent"], []).append(i)

@@ -1,4 +1,4 @@
-"""Halves of a Unicode pair are refused where they come in, from files and from Python, never where they are written."""
+"""Unpaired surrogates are refused on input, from files and from Python, never on output."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What of a record is trained: one line per symptom of public bug reports, with the text that the loss covers."""
+"""What is trained of a record: one line per symptom of public bug reports, with the text that the loss covers."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def read(tmp_path, *messages, **fields):
 
 
 def shown(folder, trajectories) -> tuple[str, str]:
-    """The text of a trajectory in the plain form, and what of it is trained."""
+    """Return the text of a trajectory in the plain form, and its trained part."""
     [found] = texts(folder, trajectories, "plain")
     return found
 
@@ -191,7 +191,7 @@ CUT_TURNS = {
 
 
 def whole(value):
-    """The record without what says that a turn was cut."""
+    """Return the record without the fields that mark a turn as cut."""
     if isinstance(value, list):
         return [whole(one) for one in value]
     if not isinstance(value, dict):

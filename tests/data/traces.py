@@ -6,7 +6,7 @@ Record = dict[str, Any]
 
 
 def message(parent: int | None, tokens: list[int], **fields: Any) -> Record:
-    """A message that the policy was shown."""
+    """Return a message that the policy was shown."""
     record = {"parent": parent, "message": {"role": "user", "content": "text"}, "sampled": False, "timestamp": 12.5}
     return {**record, "token_ids": tokens, "mask": [False] * len(tokens), "logprobs": [], **fields}
 
@@ -19,7 +19,7 @@ def answer(parent: int | None, prompt: list[int], sampled: list[int], **fields: 
 
 
 def run(*nodes: Record, **fields: Any) -> Record:
-    """A run of a trained agent that got the reward 1."""
+    """Return a run of a trained agent that got the reward 1."""
     record = {"version": 1, "id": "run", "task": {"type": "Task", "data": {"prompt": "text"}, "key": "task"}}
     agent = {"name": "agent", "trainable": True, "config": {"model": None}}
     rewards = {"exact": {"score": 1.0, "weight": 1.0}}
@@ -27,5 +27,5 @@ def run(*nodes: Record, **fields: Any) -> Record:
 
 
 def linked(node: Record, *links: tuple[int, str]) -> Record:
-    """The node with semantic parents."""
+    """Return the node with semantic parents."""
     return {**node, "semantic_parents": [{"node": index, "type": kind} for index, kind in links]}

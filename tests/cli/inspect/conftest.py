@@ -1,5 +1,3 @@
-"""A small run to inspect."""
-
 from pathlib import Path
 
 import pytest

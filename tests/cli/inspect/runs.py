@@ -20,7 +20,7 @@ NUM_PROMPTS = 8
 
 
 def lines_of(epoch: int) -> list[Line]:
-    """Prompt p has two rollouts of 10 + 10 p tokens that no other prompt uses; those of epoch 2 are new ones."""
+    """Return log lines: prompt p has two rollouts of its own 10 + 10 p tokens; epoch 2 has new ones."""
     shift = 10_000 if epoch == 2 else 0
     return [
         Line(
@@ -36,7 +36,7 @@ def lines_of(epoch: int) -> list[Line]:
 
 
 def write_run(folder: Path) -> Path:
-    """A run of three epochs of two steps, with what it logged of the first two."""
+    """Write a run of three epochs of two steps, with metrics of the first two."""
     log = RolloutLog(folder / ROLLOUTS_FOLDER)
     for epoch in range(3):
         log.write(epoch, trajectories(lines_of(epoch)))
@@ -51,14 +51,14 @@ def write_run(folder: Path) -> Path:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of `treering inspect` with these arguments."""
+    """Return the exit code of `treering inspect` with these arguments."""
     return run(monkeypatch, "inspect", *arguments)
 
 
 def as_json(
     report: Callable[[InspectOptions], None], capsys: pytest.CaptureFixture[str], *files: Path, **options: Any
 ) -> dict[str, Any]:
-    """What a report on files prints as JSON."""
+    """Return the JSON report on files."""
     report(InspectOptions(files=list(files), json_output=True, **options))
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found

@@ -14,9 +14,9 @@ from treering.errors import ConfigError, InputError
 from treering.types import NAMED_SHAPES
 
 PUBLISHED = {
-    # sharing, token bound, bound of sharing prompts only: measured over whole public sets; the files are their halves
-    # The published prompt-only bound, 2.22, is of arguments written compactly; as the model wrote them, calls have more
-    # tokens, 6 % of the trained ones, which lowers the bound by 1.1 %.
+    # sharing, token bound, bound by sharing only prompts. The figures are for whole public sets; the files here are
+    # halves of them. The published bound by prompts only, 2.22, is for arguments written compactly. As the model wrote
+    # them, calls have more tokens, 6 % of the trained ones, which lowers the bound by 1.1 %.
     "toolbench_dfsdt": (0.77, 4.26, 2.195),
     "qwen25math_maj8": (0.35, 1.55, 1.22),
 }
@@ -33,7 +33,7 @@ def report_of(file: Path, **options: Any) -> FileReport:
 
 @pytest.fixture
 def two_tasks(tmp_path: Path) -> Path:
-    """Task a: prompt 1 2, then 3 or 4 5; task b: prompt 1 2 again. A cut last turn leaves token 8 without a turn."""
+    """Task a: prompt 1 2, then 3 or 4 5. Task b: prompt 1 2 again. A cut last turn leaves token 8 outside any turn."""
     file = tmp_path / "set.jsonl"
     trajectories = [
         trajectory("a", [1, 2, 3, 6, 7, 8], [0, 0, 1, 0, 1, 0]),
@@ -83,7 +83,7 @@ def test_the_whole_set_is_one_tree_for_all_tasks(two_tasks):
 
 def test_each_turn_is_a_sample_that_ends_with_it(two_tasks):
     report = report_of(two_tasks)
-    # Turns end at 3 and 5, at 4, and at 3; nothing is trained on token 8.
+    # Turns end at 3 and 5, at 4, and at 3; token 8 is not trained.
     assert (report.turns.samples, report.turns.flat_tokens, report.turns.unique_tokens) == (4, 3 + 5 + 4 + 3, 9)
     assert report.turns.token_bound == 15 / 9
     assert report.turns.flop_bound == pytest.approx(flops(15, 6 + 15 + 10 + 6) / flops(9, 6 + 9 + 4 + 6))
@@ -123,7 +123,7 @@ def test_the_figures_of_experts_are_shown_when_asked_for_and_a_verdict_ends_the_
     assert following == f"Next: treering init {two_tasks} --model MODEL"
     run(InspectOptions(files=[two_tasks], more=True))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    # Rows, tokens, sharing, bounds; the whole set and its turns.
+    # Columns: rows, tokens, sharing and bounds, of the whole set and of its turns.
     assert ["set", "3", "13", "10", "0.23", "1.30", "1.30", "1.18"] in rows
     assert any(row[:3] == ["set", "0.38", "1.62"] and row[4] == "4" for row in rows)
 
@@ -159,7 +159,7 @@ def test_real_sets_share_what_was_measured_of_the_whole_of_them(real_data, name)
 
 @pytest.fixture
 def edited(tmp_path: Path) -> Path:
-    """Three rows: row 3 is row 1 of the same task with its second token changed; row 2 is of another task."""
+    """Build three rows: row 3 is row 1 of the same task with its second token changed; row 2 is of another task."""
     run_of_equal = list(range(100, 140))
     rows = [("a", [1, 2, *run_of_equal]), ("b", [9] * 5), ("a", [1, 3, *run_of_equal])]
     file = tmp_path / "edited.jsonl"

@@ -21,7 +21,7 @@ as_json = partial(runs.as_json, run)
 
 
 def write_tokens(file: Path, *tasks: tuple[str, int]) -> Path:
-    """Rollouts without an epoch, a mask and a prompt: 21 tokens of the task that begin at a number."""
+    """Write rollouts of a task without epoch, mask or prompt: 21 tokens that begin at a given number."""
     lines = [{"task_id": task, "tokens": list(range(first, first + 21))} for task, first in tasks]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     return file
@@ -35,7 +35,7 @@ def test_a_run_is_replayed_by_epoch_with_its_own_settings(folder: Path, capsys: 
     _, second, third = (epoch["drafted"] for epoch in report["epochs"])
     assert second["history"]["tokens_per_step"] > 3
     assert second["all"]["tokens_per_step"] > 3
-    # Five drafted tokens at most.
+    # At most five drafted tokens, and one sampled.
     assert second["history"]["tokens_per_step"] <= 6
     assert second["other_prompt"]["num_accepted"] == second["own"]["num_accepted"] == 0
     assert third["history"]["num_accepted"] == 0

@@ -1,4 +1,4 @@
-"""`treering inspect` on files with pictures: what it counts, what it shows, and what the page has."""
+"""`treering inspect` on files with images: what it counts, what it shows, and the page it writes."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def file(tmp_path):
-    """Two answers to a question on two pictures, and one to the same question with another second picture."""
+    """Two answers to a question on two images, and one to the same question with another second image."""
     first, second, third = (as_uri(as_bytes(picture(seed))) for seed in range(3))
     rows = [(first, second, "the"), (first, second, "agent"), (first, third, "the")]
     with open(tmp_path / "set.jsonl", "w") as stream:
@@ -49,19 +49,19 @@ def report_of(call, capsys, *arguments):
 
 def test_pictures_their_tokens_and_the_tower_are_counted(call, capsys, file, folder, tmp_path):
     found = report_of(call, capsys, file, "--tokenizer", folder, *SHAPE)
-    # A picture of 84 x 56 is 6 squares of 28.
+    # An image of 84 x 56 has 6 squares of 28.
     pictures = found["pictures"]
     assert pictures["pictures"] == 6
     assert pictures["distinct"] == pictures["distinct_in_file"] == 3
     assert (pictures["tokens"], pictures["unique_tokens"]) == (36, 18)
     assert pictures["flop_bound"] is None
-    # From set to set, equal ids of other pictures are not merged either.
+    # Equal ids of other images are not merged across sets either.
     assert found["whole_set"]["unique_tokens"] == found["unique_tokens"]
-    # Behind a turn stands a line break, which is not part of its sample.
+    # A line break follows each turn, which is not part of its sample.
     turns = found["turns"]
     assert turns["unique_tokens"] == found["unique_tokens"] - 3
     assert turns["flat_tokens"] == found["flat_tokens"] - 3
-    # The first two rows share their prompts; the third one leaves them at its second picture.
+    # The first two rows share their prompts; the third leaves them at its second image.
     rows = Renderer(tokenizer=folder).render(read_trajectories(file))
     prompt, place = rows[0].num_prompt_tokens, rows[0].pictures[1].start
     computed = found["flat_tokens"] - 3 * prompt + 2 * prompt - place
@@ -69,7 +69,7 @@ def test_pictures_their_tokens_and_the_tower_are_counted(call, capsys, file, fol
     seeing = shutil.copytree(folder, tmp_path / "seeing")
     build("qwen2_5_vl").config.save_pretrained(seeing)
     found = report_of(call, capsys, file, "--tokenizer", seeing, "--model-shape", seeing)
-    # The bound of the tower is 2, with 6 images flat and 3 in trees; the text is between.
+    # The bound of the tower is 2: 6 images flat, 3 in trees. The bound of the text lies between.
     low, high = sorted([2.0, found["flop_bound"]])
     assert low < found["pictures"]["flop_bound"] < high
     assert call(str(file), "--tokenizer", str(folder), *SHAPE) == 0
@@ -89,7 +89,7 @@ def test_a_picture_is_shown_as_one_marked_span(call, capsys, file, folder):
     assert digests[0] == digests[1]
     assert digests[0][0] == digests[2][0]
     assert digests[0][1] != digests[2][1]
-    # What is shared ends before the picture that is another one, although its ids are the same.
+    # Sharing ends before the image that differs, although its ids are the same.
     shared = [[span["shared"] for span in row["spans"] if span["picture"]] for row in rows]
     assert shared == [[True, True], [True, True], [True, False]]
     assert sum(span["num_tokens"] for span in rows[2]["spans"]) == rows[2]["num_tokens"]

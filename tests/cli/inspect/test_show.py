@@ -1,4 +1,4 @@
-"""`treering inspect --show`: what is marked is what is trained, on the terminal, in JSON and on the page."""
+"""`treering inspect --show` marks exactly the trained tokens, on the terminal, in JSON and on the page."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def dataset_in(file: Path, tokenizer: Path) -> TokenDataset:
 
 
 def trained_texts(file: Path, tokenizer: Path) -> list[list[str]]:
-    """What each run of trained tokens decodes to, from the masks of the renderer."""
+    """Return what each run of trained tokens decodes to, from the masks of the renderer."""
     decode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode
     texts = []
     for one in render(read_trajectories(file), tokenizer):

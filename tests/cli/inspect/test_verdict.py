@@ -60,7 +60,7 @@ def test_tasks_of_their_own_are_the_reason_for_little_and_a_common_one_is_the_ad
 
 
 def test_rewards_are_counted_by_trajectory_and_groups_of_one_reward_by_task():
-    # The first trajectory is two sequences, as of a template that rewrites history.
+    # The first trajectory becomes two sequences, as with a template that rewrites history.
     trajectories = [
         rendered("a", [1, 2], 1, 0, reward=1.0),
         rendered("a", [1, 2, 3], 1, 0, reward=1.0),

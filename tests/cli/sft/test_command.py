@@ -1,4 +1,4 @@
-"""`treering sft`: what it reads, where it looks for files, what it writes, and that a killed run resumes."""
+"""`treering sft`: where it finds files, what it writes, and that a killed run resumes."""
 
 import json
 import re
@@ -114,7 +114,7 @@ def test_without_the_real_data_folder_the_stand_in_is_trained_and_said(folder: P
     summary, err = sft(path, "run.dir=out")
     assert summary["data"] == "generated"
     assert "no real data here (TREERING_DATA names no folder): training on a generated stand-in instead" in err
-    # With the folder, a missing file is an error and no reason to train on something else.
+    # If the folder exists, a missing file is an error; generated data is used only without the folder.
     (folder / "data").mkdir()
     with pytest.raises(InputError, match="tokenizer is looked up in"):
         sft(path, "run.dir=out2")
@@ -150,7 +150,7 @@ def test_messages_are_tokenized_trained_on_answers_and_saved_with_their_tokenize
     assert (Path(summary["checkpoint"]) / "tokenizer.json").is_file()
     assert weights_of(summary["checkpoint"])["lm_head.weight"].shape[0] == len(words)
     assert metrics_of(folder / "full")[0]["train/num_loss_tokens"] == 2
-    # Trained on, the model's folder brings its tokenizer.
+    # A model folder that a run wrote includes its tokenizer.
     further = folder / "further.toml"
     further.write_text(
         f'[model]\npath = "{summary["checkpoint"]}"\n[data]\nfiles = ["a.jsonl"]\n[train]\nnum_steps = 1\n'
@@ -234,7 +234,7 @@ DATED = (
 
 
 def write_dated_chats(folder: Path) -> str:
-    """Two chats of two turns for a template that writes today's date and cuts earlier answers."""
+    """Write two chats of two turns for a template that writes today's date and cuts earlier answers."""
     words = ["26", "Jul", "2024", *map(str, range(1, 20)), "<", ">", "user", "assistant", "one", "two", "what"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*words, "?"])}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

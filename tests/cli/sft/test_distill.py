@@ -1,5 +1,3 @@
-"""`treering sft` with a teacher from a folder: trains, resumes, and refuses a teacher of another tokenizer."""
-
 from pathlib import Path
 
 import pytest

@@ -1,4 +1,4 @@
-"""`treering sft` on chats with pictures: a model that sees trains on them, shared or not, to the same losses."""
+"""`treering sft` on chats with images: a vision model trains on them, with or without sharing, to the same losses."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ dir = "{layout}"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder of a small Qwen2.5-VL that reads the tokenizer of the tests."""
+    """The folder of a small Qwen2.5-VL that reads the tests' tokenizer."""
     folder = make_folder(tmp_path_factory.mktemp("vlm"), "qwen")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = {f"{name}_token_id": tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
@@ -72,20 +72,20 @@ def model(tmp_path_factory):
 
 
 def write_rows(folder, name="set.jsonl", seeds=range(3)):
-    """Two answers each to one question on some pictures, so that equal ids stand for other pixels."""
+    """Write two answers each to one question on some images, so that equal ids stand for other pixels."""
     with open(folder / name, "w") as stream:
         for number, seed in enumerate(seeds):
             part = {"type": "image", "image": as_uri(as_bytes(picture(seed, (56, 56))))}
             for answer in ("the agent calls", "the agent answers"):
                 asked = {"role": "user", "content": [part, {"type": "text", "text": "the tool"}]}
-                # All of one task: what keeps the branches apart is the pictures alone.
+                # All rows are of one task, so that only their images keep the branches apart.
                 row = {"task_id": number // 2, "messages": [asked, {"role": "assistant", "content": answer}]}
                 stream.write(json.dumps(row) + "\n")
 
 
 @pytest.fixture
 def losses(folder, sft, model):
-    """`losses(layout, *overrides)` is the summary and the losses of a run on the rows."""
+    """`losses(layout, *overrides)` returns the summary and the losses of a run on the rows."""
     write_rows(folder)
 
     def trained(layout, *overrides):
@@ -100,7 +100,7 @@ def test_trees_and_separate_sequences_train_alike(losses, model):
     shared, of_trees = losses("tree")
     plain, of_rows = losses("packed")
     assert shared["unique_tokens"] < plain["unique_tokens"] == shared["flat_tokens"]
-    # Rounding of float32, which steps of Adam make larger.
+    # Rounding in float32, amplified by steps of Adam.
     assert of_trees == pytest.approx(of_rows, rel=1e-4)
     assert of_trees[-1] < of_trees[0]
     weights = transformers.AutoModelForImageTextToText.from_pretrained(shared["checkpoint"])
@@ -128,7 +128,7 @@ def test_a_checkpoint_is_evaluated_as_its_run_evaluates_it_and_loads_as_its_card
     last = metrics_of(folder / "tree")[-1]
     evaluate(EvalOptions(name="tree", json_output=True))
     found = json.loads(capsys.readouterr().out)
-    # One computation on one thread.
+    # The same computation on one thread.
     assert found["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
     card = (Path(summary["checkpoint"]) / "README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card

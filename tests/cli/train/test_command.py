@@ -41,7 +41,7 @@ def _rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def length_of(prompt: Prompt, text: str) -> float:
-    """A reward that random weights already get differently."""
+    """A reward that differs between rollouts already with random weights."""
     return float(len(text.split()))
 
 
@@ -67,7 +67,7 @@ def config(folder: Path, task: str = SUMS, rl: str = "") -> Path:
 
 
 def prompts(folder: Path, reward: str = "tests_rewards:length_of") -> Path:
-    """A configuration over five written prompts, whose rewards differ from the first step on."""
+    """Write a configuration over five prompts, whose rewards differ from the first step on."""
     save_tokenizer(folder / "words", WORDS)
     lines = [{"prompt": f"q q {word} {i}", "answer": word, "id": f"{word}-{i}"} for i, word in enumerate(WORDS[6:11])]
     (folder / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -169,7 +169,7 @@ def test_a_warm_up_that_was_stopped_goes_on(folder: Path, train: Call) -> None:
     start = ["warmup.num_steps=6"]
     whole, _ = train(path, "run.dir=whole", *start)
     train(path, "run.dir=parts", *start)
-    # As a kill in the warm-up leaves it: its checkpoint of step 4, and nothing of what follows.
+    # The state after a kill in the warm-up: its checkpoint of step 4, and nothing of what follows.
     for part in ("checkpoints", "history", "rollouts", "metrics.jsonl", "warmup/checkpoints/step-000006"):
         remove(folder / "parts" / part)
     assert not (folder / "parts" / "checkpoints").exists()

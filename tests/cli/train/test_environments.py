@@ -1,4 +1,4 @@
-"""`task.kind = "environment"` from the command line: it trains, resumes bitwise, and refuses what it cannot do."""
+"""`task.kind = "environment"` from the command line: it trains, resumes bitwise, and refuses unsupported settings."""
 
 import json
 

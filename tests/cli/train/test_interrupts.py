@@ -1,4 +1,4 @@
-"""A run that signals end at any moment resumes to bitwise the same weights, and leaves no process behind."""
+"""A run that signals interrupt at any moment resumes to bitwise the same weights, and leaves no process behind."""
 
 import random
 import re
@@ -17,17 +17,17 @@ from treering.cli.training import run_train
 MARK = "TREERING_TEST_OF_SIGNALS"
 NUM_STEPS = 6
 ALONE = (("metrics.jsonl", 2, signal.SIGINT),)
-"""A file of the run, from how many lines on a signal comes, and which one."""
+"""A file of the run, the number of its lines after which a signal comes, and the signal."""
 
 
 def settings(run_dir: str, workers: int) -> list[str]:
-    """No clock in any decision."""
+    """Settings under which no decision reads a clock."""
     overrides = [f"run.dir={run_dir}", f"runtime.workers={workers}", f"rl.num_steps={NUM_STEPS}", "run.save_every=1h"]
     return [*overrides, "runtime.rebalance=none", "history.drafts=off"]
 
 
 def marked(run_dir: str) -> list[int]:
-    """The processes of a run, by the environment that they have inherited."""
+    """Return the processes of a run, recognised by an environment variable that they inherit."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -52,13 +52,13 @@ def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: 
 
 
 def check_interruptions(folder: Path, workers: int, interruptions: Sequence[tuple[str, int, signal.Signals]]) -> None:
-    """Trains without and with interruptions, and compares the weights."""
+    """Train with and without interruptions, and compare the weights."""
     path, generator = prompts(folder, "tests.cli.train.test_command:length_of"), random.Random(workers)
     run_train(config_path=path, overrides=settings("whole", workers), json_output=True)
     num_interrupted = 0
     for name, num_lines, number in interruptions:
         process = started(folder, "train", str(path), "--json", *settings("often", workers), **{MARK: "often"})
-        # Not before the run has a file: until the command is imported Python itself handles signals.
+        # Signals come only after the run has a file: until the command is imported, Python itself handles them.
         wait_for_lines(folder / "often" / name, num_lines, process)
         time.sleep(generator.uniform(0.0, 0.3 if workers else 0.01))
         process.send_signal(number)
@@ -69,7 +69,7 @@ def check_interruptions(folder: Path, workers: int, interruptions: Sequence[tupl
 
 
 def check_end(folder: Path, number: signal.Signals, process: subprocess.Popen[str]) -> bool:
-    """Whether the run was interrupted; it said so, saved what is logged, and left no process behind."""
+    """Return whether the run was interrupted; check that it reported it, saved logged steps and left no process."""
     _, err = process.communicate(timeout=300)
     assert "Traceback" not in err
     is_interrupted = process.returncode == 128 + number
@@ -77,12 +77,12 @@ def check_end(folder: Path, number: signal.Signals, process: subprocess.Popen[st
         done = "(no step is done; |step [0-9]+ is saved and [0-9]+ is next; |)"
         how = f"{done}the same command (begins|resumes) the run in often|start the same command again"
         assert re.fullmatch(f"treering: interrupted by {number.name}; ({how})", err.splitlines()[-1])
-        # What is logged is saved: nothing else would save within the hour.
+        # Logged steps are saved only by the interruption: nothing else saves within the hour.
         rows = folder / "often" / "metrics.jsonl"
         num_done = rows.read_bytes().count(b"\n") if rows.exists() else 0
         assert not num_done or (folder / "often" / "checkpoints" / f"step-{num_done:06d}").is_dir()
     elif process.returncode:
-        # After its result the signal has its usual effect.
+        # After a run's result the signal has its usual effect.
         assert (process.returncode, "interrupted" in err) == (-number, False)
         assert weights(folder / "often", NUM_STEPS)
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""`rl.kl` from the command line: a resumed run has the reference that it began with, and without it nothing is read."""
+"""`rl.kl` from the command line: a resumed run keeps its first reference, and without `rl.kl` no reference is read."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_a_resumed_run_has_the_reference_that_it_began_with(commands: Commands, 
     assert "resuming the run in out after step 2" in commands.done("train", *overrides, "rl.num_steps=3")
     assert_same_weights(commands.folder / "whole", commands.folder / "out", 3)
     first, *_, last = kl_of(commands.folder / "out")
-    # The first rollouts are the reference's own, in another order of additions.
+    # The first rollouts are the reference's own, with sums in another order.
     assert abs(first) < 1e-6 < abs(last)
 
 

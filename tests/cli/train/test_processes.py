@@ -1,4 +1,4 @@
-"""`treering train` with processes: the same rollouts and weights as without, an account, and settings that fit."""
+"""`treering train` with worker processes gives the same rollouts and weights, and an account of its time."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -21,13 +21,13 @@ REWARD = "tests.cli.train.test_command:length_of"
 
 
 def check_timeline(spans: list[dict[str, Any]], *, num_steps: int) -> None:
-    """Every rollout of a step ends in a worker's span, and the trainer works after the last of them has begun."""
+    """Check that each rollout of a step ends in a worker's span, and the trainer works after the last of them began."""
     assert {span["step"] for span in spans} == set(range(1, num_steps + 1))
     for step in range(1, num_steps + 1):
         own = [span for span in spans if span["step"] == step]
         workers, trainers = ([span for span in own if (span["worker"] is None) == is_it] for is_it in (False, True))
         assert len(trainers) == 1
-        # Two prompts in groups of three; one prompt in the last step of an epoch of five.
+        # Two prompts in groups of three; the last step of an epoch of five has one prompt.
         assert sum(span["num_rollouts"] for span in workers) == (3 if step == 3 else 6)
         assert all(span["started_s"] <= span["ended_s"] for span in own)
         assert all(span["started_s"] <= trainers[0]["ended_s"] for span in workers)
@@ -41,9 +41,9 @@ def rows_of(run_dir: Path) -> list[tuple[object, ...]]:
 
 
 def assert_close(left: dict[str, Any], right: dict[str, Any]) -> None:
-    """Whether two runs, given by their summaries, end with the same weights."""
+    """Check that two runs, given by their summaries, end with the same weights."""
     ours, theirs = (AutoModelForCausalLM.from_pretrained(each["checkpoint"]).state_dict() for each in (left, right))
-    # float32: which rollouts run side by side, and which ranks add up a sum, decides how it is rounded.
+    # float32: which rollouts share a batch, and which ranks add up a sum, decides how it is rounded.
     assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in ours)
 
 
@@ -65,7 +65,7 @@ def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, trai
     train(path, *overrides, "rl.num_steps=2")
     with pytest.raises(StateError, match=r"rl\.staleness is 1 there"):
         train(path, "run.dir=out", "rl.num_steps=3")
-    # As a kill after step 3 began leaves it.
+    # The state after a kill just after step 3 began.
     [*_, last] = (folder / "out" / "timeline.jsonl").read_text().splitlines()
     with (folder / "out" / "timeline.jsonl").open("a") as log:
         log.write(last.replace('"step": 2', '"step": 3') + '\n{"step": 3, "wor')
@@ -80,8 +80,8 @@ def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, trai
 
 
 def test_a_run_says_what_it_has_measured(folder: Path, train: Call) -> None:
-    # Six rollouts in every other step, four of them at one time: passes of four rows and of two. A latency needs 16 of
-    # each that nothing slowed down by far, and a busy machine slows some; drafts would make them fewer.
+    # Every other step has six rollouts, four at a time, so passes have four rows and two. A latency needs 16 passes of
+    # each size that nothing slowed down much, and a busy machine slows some. Drafts would reduce the number of passes.
     overrides = ("runtime.workers=1", "engine.max_batch=4", "rl.num_steps=16", "history.drafts=off")
     measured = train(config(folder), "run.dir=queued", *overrides)[0]["latency"]
     assert measured.keys() == {"step_s", "row_s", "prefill_s", "load_s", "training_s"}

@@ -1,5 +1,3 @@
-"""Datasets of rows that a test gives."""
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +7,7 @@ from treering.data.cache.dataset import ArrayWriter, DatasetFacts, TokenDataset
 
 
 def dataset_of(rows: Sequence[RenderedTrajectory], *, source: str = "set.jsonl") -> TokenDataset:
-    """The rows as a dataset, whose files are deleted already."""
+    """Return the rows as a dataset whose files are already deleted."""
     num_trajectories = max(row.index for row in rows) + 1
     facts = DatasetFacts(
         source=source, num_trajectories=num_trajectories, num_rejected=0, warnings=(), notes=(), form=None,

@@ -1,4 +1,4 @@
-"""Laws of the cache: its arrays are those of direct rendering, and damage, kills and races leave it whole or unused."""
+"""Laws of the cache: its arrays equal direct rendering; after damage, kills and races it is whole or unused."""
 
 import os
 import shutil
@@ -107,7 +107,7 @@ def test_the_rows_are_those_of_direct_rendering_however_the_parts_are_cut(
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    """Two tasks whose rows alternate, with texts that hold special tokens."""
+    """Two tasks whose rows alternate, with texts that contain special tokens."""
     file = tmp_path / "chats.jsonl"
     words = ["On the Rhine.", "At <|im_end|> a lake.", "In the Alps.", "Nowhere."]
     rows = [
@@ -190,7 +190,7 @@ def test_a_damaged_byte_anywhere_is_found_and_the_cache_is_built_again(tmp_path:
                 warnings.simplefilter("always")
                 dataset = open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
             assert agrees(dataset, rendered)
-            # A byte of JSON may change and say the same, such as the case of a name that nothing reads.
+            # A changed byte of JSON may leave its meaning, such as the case of a name that nothing reads.
             assert caught or name == "manifest.json", (name, place)
             assert all("its cache cannot be used and is made again" in str(each.message) for each in caught)
             shutil.rmtree(entry.folder)
@@ -231,7 +231,7 @@ def test_a_kill_at_any_file_operation_leaves_a_usable_cache_or_none(tmp_path: Pa
 
 
 def is_survived(file: Path, cache: Path, *, kill_at: int) -> bool:
-    """Whether a process that dies before a file operation in the cache's folder has opened a dataset before that."""
+    """Return whether a process killed at a file operation in the cache's folder has opened a dataset by then."""
     child = os.fork()
     if child == 0:
         FileOperations(cache, kill_at)
@@ -290,7 +290,7 @@ def test_the_key_changes_with_whatever_the_arrays_depend_on(tmp_path: Path) -> N
     keys.append(cache_key(file, Renderer(tokenizer=folder), options))
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}")
     keys += [cache_key(file, Renderer(tokenizer=folder, date=date(year, 1, 1)), options) for year in (2024, 2025)]
-    # The same size and time, another byte.
+    # The same size and time, with another byte.
     times = file.stat()
     file.write_bytes(file.read_bytes().replace(b"0.5", b"0.7"))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -354,7 +354,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_not_kept(
         if when == "rendered":
             patch.setattr(renderer, "render_batch", rewriting(renderer.render_batch))
         else:
-            # Without a cache nothing is named.
+            # Without a cache no key is computed.
             patch.setattr("treering.data.cache.open.cache_key", rewriting(cache_key))
         if keeps or when == "rendered":
             with pytest.raises(InputError, match="changed while it was read"):
@@ -436,7 +436,7 @@ def test_what_is_mapped_outlives_its_files(tmp_path: Path) -> None:
 
 
 def num_mapped_bytes() -> int:
-    """Bytes of files that are mapped into this process and in memory."""
+    """Return how many bytes of mapped files are resident in this process."""
     return int(Path("/proc/self/statm").read_text().split()[2]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -452,7 +452,7 @@ def test_pages_that_were_read_go_back_to_the_system(tmp_path: Path, monkeypatch:
     assert num_mapped_bytes() - before > 0.9 * num_rows * num_bytes
     dataset.release()
     assert num_mapped_bytes() - before < 0.1 * num_rows * num_bytes
-    # Going through the tasks gives pages back without being told.
+    # Iterating over the tasks releases pages by itself.
     monkeypatch.setattr(dataset_module, "_RELEASE_TOKENS", num_tokens)
     most = 0
     for [one] in dataset.tasks():
@@ -490,7 +490,7 @@ def test_processes_render_the_same_rows_in_the_same_order_and_say_the_same_once(
         assert agrees(dataset, expected)
         said.append((dataset.facts, [str(each.message) for each in caught]))
     assert said[0] == said[1]
-    # The thoughts of the four answers are unknown.
+    # The thoughts of the four answers are not recorded.
     assert [text.split(",")[0] for text in said[0][1]] == [
         "the chat template opens a thought before each answer",
         "1 of 8 messages holds the text of special tokens",

@@ -39,11 +39,10 @@ RECORDS = {
     "art": {"task_id": 1, "messages_and_choices": [QUESTION, {"message": ANSWER}]},
     "rllm": {"task_id": 1, "trajectories": [{"steps": [{"chat_completions": [QUESTION, ANSWER]}]}]},
 }
-"""A record of each format."""
 
 
 def read(tmp_path, *records, format="auto", name="set.jsonl"):
-    """The trajectories of a file with these records, and what was said of it."""
+    """Return the trajectories of a file with these records, and the notes on it."""
     file = tmp_path / name
     file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     with warnings.catch_warnings(record=True) as said:
@@ -53,5 +52,5 @@ def read(tmp_path, *records, format="auto", name="set.jsonl"):
 
 
 def turns(trajectory):
-    """The role, content and training of each message."""
+    """Return role, content and training of each message."""
     return [(message.role, message.content, message.is_trained) for message in trajectory.messages]

@@ -1,4 +1,4 @@
-"""Arguments that are blank are none, in every format and every rendering."""
+"""Blank arguments count as no arguments, in every format and every rendering."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def turn(arguments: Any) -> dict[str, Any]:
 
 
 def records(arguments: Any) -> dict[str, dict[str, Any]]:
-    """A record of each format that has calls, and of each spelling of one."""
+    """Yield a record of each format that has calls, and of each spelling of one."""
     called, flat = turn(arguments), {"id": "c", "name": "now", "arguments": arguments}
     chat = [QUESTION, called, RESULT, DONE]
     use = {"type": "tool_use", "id": "c", "name": "now", "input": arguments}

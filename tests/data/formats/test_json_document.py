@@ -1,4 +1,4 @@
-"""An array of records is read record by record as the standard library reads it whole."""
+"""An array of records is read record by record to the same values as by the standard library."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def damaged(text: bytes, random: Random) -> bytes:
 
 
 def read_whole(text: bytes) -> list[object] | tuple[str, int, int]:
-    """The records, or the rule that is broken with its line and column."""
+    """Return the records, or the broken rule with its line and column."""
     try:
         return list(json.loads(text))
     except json.JSONDecodeError as error:
@@ -54,7 +54,6 @@ def test_records_and_errors_are_those_of_the_whole_text_whatever_the_parts(
         with pytest.raises(InputError) as refused:
             list(document_records(file))
         if rule == "UTF-8":
-            # Whatever comes first.
             assert str(file) in str(refused.value)
         elif rule == "Extra data":
             assert str(refused.value).startswith(f"{file}:{line}: a file is one JSON document or")
@@ -70,7 +69,7 @@ def test_records_are_given_before_the_rest_is_read(tmp_path: Path) -> None:
     records = document_records(file, position=position)
     read = [position.num_read for _ in records]
     assert len(read) == 2000
-    # A buffer of the file, a part, and the two that a record may lie across.
+    # A buffer of the file, a part, and the two that a record may span.
     assert max(read[n] - 1000 * n for n in range(2000)) < 5 * (1 << 16)
     assert position.num_read == file.stat().st_size
 

@@ -1,5 +1,3 @@
-"""Folders of files, compressed files, and files without records."""
-
 import gzip
 import json
 from pathlib import Path

@@ -9,7 +9,7 @@ TOOL = {"type": "function", "function": {"name": "bash", "parameters": {}}}
 
 
 def kept(message, response_id="r1"):
-    """What an event keeps of the model's response and of the call."""
+    """Return what an event keeps of the model's response and of the call."""
     return {"tool_call_id": "c1", "model_response": {"id": response_id, "choices": [{"message": message}]}}
 
 

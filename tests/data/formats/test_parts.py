@@ -1,4 +1,4 @@
-"""A dataset in parts is read whole or not at all, and a part by its name with a word."""
+"""A dataset in parts is read whole or refused; a single part is read with a note."""
 
 import json
 

@@ -23,7 +23,7 @@ def write_parquet(arrow, file, records):
 
 
 def save_dataset(arrow, folder, records):
-    """A folder as `Dataset.save_to_disk` writes it: Arrow streams, listed in state.json."""
+    """Save a folder as `Dataset.save_to_disk` writes it: Arrow streams, listed in state.json."""
     folder.mkdir(parents=True)
     names = []
     for i, part in enumerate((records[:1], records[1:])):

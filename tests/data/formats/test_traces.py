@@ -167,7 +167,7 @@ json_values = st.recursive(
 
 @st.composite
 def lines(draw: st.DrawFn) -> list[Record]:
-    """Runs and episodes with fields that nobody knows, of one to three nodes each."""
+    """Write runs and episodes with unknown fields, of one to three nodes each."""
     extra = st.dictionaries(st.text(min_size=1).map("x_".__add__), json_values, max_size=2)
     ids, floats = st.integers(0, 2**31 - 1), st.floats(-1e3, 0)
     runs = []
@@ -191,7 +191,7 @@ def test_writing_what_was_read_gives_the_same_values(
     write_traces(folder / name, read_traces(write(folder / "given.jsonl", *records)))
     content = (folder / name).read_bytes()
     written = gzip.decompress(content) if name.endswith(".gz") else content
-    # Compared as text with sorted keys: 1, 1.0 and true are the same value to Python, and not to others.
+    # Compared as text with sorted keys, because 1, 1.0 and true are equal in Python but not in JSON.
     assert [json.dumps(json.loads(line), sort_keys=True) for line in written.splitlines()] == [
         json.dumps(record, sort_keys=True) for record in records
     ]
@@ -207,6 +207,6 @@ def test_an_episode_stays_on_one_line_with_its_advantages_and_halves_of_pairs(tm
 
 
 def test_absent_fields_of_a_node_stay_absent() -> None:
-    # verifiers leaves out what is None when it writes an episode.
+    # verifiers omits fields that are None when it writes an episode.
     nodes = [{"token_ids": [1], "mask": [False]}, {"parent": 0, "sampled": True, "token_ids": [2], "mask": [True]}]
     assert encode_trace(decode_trace(run(*nodes))) == run(*nodes)

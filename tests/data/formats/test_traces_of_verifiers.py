@@ -1,4 +1,4 @@
-"""Traces against verifiers itself: its own views of what it wrote, and that it reads what we write."""
+"""Traces checked against verifiers: its own views of what it wrote, and that it reads what we write."""
 
 import json
 import warnings
@@ -32,7 +32,7 @@ def their_traces(folder: Path) -> list[Any]:
 
 
 def their_file(folder: Path, *, key: str | None) -> list[Any]:
-    """Has verifiers write an episode of a solver and a judge, and read it again."""
+    """Have verifiers write an episode of a solver and a judge, and read it again."""
     from verifiers.v1.episode import WireEpisode
     from verifiers.v1.utils.trace_store import write_episode
 

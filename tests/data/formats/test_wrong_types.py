@@ -1,4 +1,4 @@
-"""Whatever stands in a field of a record, the record is read or refused by name."""
+"""Whatever value a field of a record has, the record is read or refused by name."""
 
 import copy
 from collections.abc import Iterator

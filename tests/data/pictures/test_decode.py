@@ -1,4 +1,4 @@
-"""What the processor sees of odd files is what a viewer shows, or they are refused with the place of their record."""
+"""The processor sees odd files as a viewer shows them, or they are refused with the place of their record."""
 
 import warnings
 
@@ -48,7 +48,7 @@ def test_a_file_that_would_be_seen_otherwise_is_refused_with_its_place(name):
 
 @pytest.mark.parametrize("factor", [0.6, 0.4])
 def test_more_pixels_than_pillows_own_limit_are_refused(monkeypatch, factor):
-    # Above the limit Pillow warns, above twice of it it refuses.
+    # Pillow warns above the limit and refuses above twice the limit.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", int(PLAIN.width * PLAIN.height * factor))
     with warnings.catch_warnings():
         # Tests turn warnings into errors; users see warnings.

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.data.conftest import CORPUS, build_tokenizer
 
-# Older releases of transformers have no processors that need Pillow alone.
+# Older releases of transformers have no processors that need only Pillow.
 pytest.importorskip("transformers.image_processing_backends")
 
 _MARKS = {
@@ -85,7 +85,7 @@ def make_folder(folder: Path, family: str) -> Path:
 
 
 def picture(seed: int, size: tuple[int, int] = (84, 56)) -> Image.Image:
-    """Noise of a size as width and height."""
+    """Return noise of a size, given as width and height."""
     rng = np.random.default_rng(seed)
     return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 

@@ -23,7 +23,7 @@ def said(role: str, content: str | None, **fields) -> Message:
 
 
 def texts(folder: Path, trajectories: Sequence[Trajectory], template: Template) -> list[tuple[str, str]]:
-    """Text and trained text of each sequence."""
+    """Return text and trained text of each sequence."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def text(ids) -> str:
@@ -34,5 +34,5 @@ def texts(folder: Path, trajectories: Sequence[Trajectory], template: Template) 
 
 
 def shown(folder: Path, *messages: Message, **fields) -> list[tuple[str, str]]:
-    """Text and trained text of each sequence of a chat."""
+    """Return text and trained text of each sequence of a chat."""
     return texts(folder, [Trajectory(task_id=1, messages=messages, **fields)], "hf")

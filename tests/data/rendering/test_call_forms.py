@@ -61,7 +61,7 @@ CALLS = {
     "Llama 3": f'{{"name": "{NAME}", "parameters": {ARGUMENTS}}}{{{{ "\n" if not loop.last }}}}',
     "lines of JSON": f'{OBJECT}{{{{ "\n" if not loop.last }}}}',
 }
-"""What a template writes of each call, in the form of that name."""
+"""What a template writes for each call, by the name of its form."""
 
 PARAMETERS = {
     "text": {"type": "string", "description": "What."},
@@ -102,7 +102,7 @@ def template_of(tokenizer_dir: Path, folder: Path, calls: str) -> ChatTemplate:
 
 
 def written(template: ChatTemplate, *calls: ToolCall) -> str:
-    """What the template writes of a turn of these calls."""
+    """Return what the template writes for a turn of these calls."""
     whole = template.text([said("user", "Hi"), said("assistant", "", tool_calls=calls)])
     return whole.rpartition("<|im_start|>assistant\n")[2].removesuffix("<|im_end|>\n")
 
@@ -135,7 +135,7 @@ def test_a_templates_form_is_found_and_reads_back_what_it_writes(
     rest, calls = read(form, f"So.\n{two}<|im_end|>")
     assert calls == [("track", {"count": 1}), ("track", {"count": 2})]
     assert rest.replace("<|im_end|>", "").strip() == "So."
-    # A call that is cut off is none.
+    # A call that is cut off does not count.
     half = written(template, track(0, text="long"))
     half = half[: half.index("long") + 2]
     assert read(form, half) == (half, [])
@@ -225,7 +225,7 @@ def test_a_tokenizers_own_response_template_comes_first(tokenizer_dir: Path, tmp
     text = written(template, track(0, **VALUES))
     assert read(form, f"So. {text}<|im_end|>") == ("So.", [("track", VALUES)])
     assert read(form, text[:-9]) == (text[:-9], [])
-    # One that does not read what the template writes is passed over.
+    # A form that does not read what the template writes is skipped.
     other = template_of(tokenizer_dir, tmp_path / "other", CALLS["GLM"])
     assert find_call_form(other, settings) is FORMS["GLM"]
 

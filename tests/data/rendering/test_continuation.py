@@ -28,7 +28,7 @@ def test_a_continuation_ends_in_the_tokens_of_the_whole_prompt(tokenizer_dir: Pa
     assert tail is not None
     whole = prompt_of(renderer, *messages)
     assert whole[-tail.size :] == tail.tolist()
-    # Before it stand the prompt and the answer.
+    # The prompt and the answer come before it.
     before = whole[: -tail.size]
     opened = prompt_of(renderer, FIRST[0])
     assert before[: len(opened)] == opened

@@ -1,4 +1,4 @@
-"""What templates do to contents, calls and places, in the manner of the model families."""
+"""What the templates of model families do to contents, calls and their places."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
@@ -10,7 +10,7 @@ from treering.data.rendering.encoder import Encoder, Script, Span
 from treering.data.rendering.template import ChatTemplate
 from treering.errors import InputError
 
-# Like Mistral Nemo: no turn is opened, and the system's text is only in the last question of a prompt.
+# Like Mistral Nemo: turns have no opening, and the system's text appears only in the last question of a prompt.
 LATE_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'user' %}[I]{{ messages[0].content if loop.last }}{{ m.content }}[/I]"
     "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
@@ -123,7 +123,7 @@ def test_a_further_turn_takes_two_further_renders(tokenizer_dir, monkeypatch):
 
 
 def spaced(folder, scheme, **special) -> Tokenizer:
-    """A tokenizer in the manner of SentencePiece, which writes a space before a text, or before each stretch of it."""
+    """A tokenizer like SentencePiece's, which writes a space before a text, or before each stretch of it."""
     words = {"▁": 0, "a": 1, "▁a": 2, "b": 3, "▁b": 4}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[("▁", "a"), ("▁", "b")]))
     if scheme == "legacy":

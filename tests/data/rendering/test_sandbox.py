@@ -1,4 +1,4 @@
-"""Chat templates render as Transformers renders them, from the files of the tokenizer's folder alone."""
+"""Chat templates render as Transformers renders them, using only the files of the tokenizer's folder."""
 
 import json
 from datetime import date, datetime
@@ -13,7 +13,7 @@ from treering.errors import ConfigError, InputError
 
 CHAT = said("system", "Be <kind> & brief."), said("user", "1"), said("assistant", "one "), said("user", "ä")
 TOOL = {"type": "function", "function": {"name": "track", "parameters": {"b": [1, 2.5], "a": None}}}
-# What templates use of the language: whitespace control, loops with breaks, namespaces, dicts, JSON with settings.
+# Language features that templates use: whitespace control, loops with breaks, namespaces, dicts, JSON with settings.
 FEATURES = """{{ bos_token }}{{ pad_token }}{{ image_token }}
 {%- set ns = namespace(count=0, self='x') %}
 {% for m in messages %}
@@ -68,7 +68,7 @@ def test_of_several_templates_that_for_tools_is_taken_where_there_are_tools(toke
     own_tokens(folder, chat_template=named)
     expected = "tool_use Be <kind> & brief." if tools else "default Be <kind> & brief."
     assert ChatTemplate(folder).text(CHAT, tools) == expected == as_transformers(folder, tools, opens_turn=False)
-    # Files come before the settings.
+    # Files take precedence over the settings.
     (folder / "chat_template.jinja").write_text("file")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("file for tools")

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of the model families: what is trained, what is context, what is refused."""
+"""Chat templates like those of the model families: what is trained, what is context, what is refused."""
 
 from datetime import date
 
@@ -48,7 +48,7 @@ JOINING = (
     "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# Like Qwen2.5: tools in front, arguments dumped as JSON.
+# Like Qwen2.5: tools come first, arguments are dumped as JSON.
 DUMPING = (
     "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<end>"

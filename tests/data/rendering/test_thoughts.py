@@ -11,7 +11,7 @@ OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 
 
 def template(opening: str, thought: str = "", after: str = "") -> str:
-    """A prompt ends with `opening`; an answer has `thought` if it has a reasoning, else `after`."""
+    """Return a template whose prompts end with `opening`; answers begin with `thought` or, without reasoning, `after`."""
     return (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% if m.reasoning_content %}"
         f"{thought}{{% else %}}{after}{{% endif %}}{{% endif %}}{{{{ m.content }}}}<end>{{% endfor %}}"
@@ -51,7 +51,7 @@ def test_an_answer_without_a_thought_never_stands_inside_an_opened_one(tokenizer
 @pytest.mark.parametrize("thought", [KEPT, "", "<think>\n"], ids=["kept", "dropped", "opened again"])
 def test_a_thought_stands_once_in_the_opened_one_whether_the_template_keeps_it_or_not(tokenizer_dir, tmp_path, thought):
     folder = with_template(tokenizer_dir, tmp_path, template(OPENED, thought))
-    # The thought's text is the answer's too: one of them would do for a search.
+    # The thought has the same text as the answer, so a search by text would find only one of them.
     [(text, trained)] = shown(folder, said("user", "1"), said("assistant", "4", reasoning="4"))
     assert (text, trained) == ("<user>1<end><assistant><think>\n4\n</think>\n\n4<end>", "4\n</think>\n\n4<end>")
 

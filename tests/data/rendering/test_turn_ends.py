@@ -1,4 +1,4 @@
-"""Where the policy's turn ends under templates that write another end in history than after the last turn."""
+"""Where the policy's turn ends under templates that end a turn in history differently from the last turn."""
 
 import pytest
 
