@@ -133,7 +133,7 @@ PLANNINGS = {
     "rescan": Planning(Price(call=10**9, row=0), (float("inf"),)),
     "mixed": Planning(Price(call=10**9, row=0), (8.0,)),
 }
-"""Forks that keep their state: all, in calls of rows of one length; all, in few calls; none; those where it saves work."""
+"""Forks that keep their state: all, in calls of one row length; all, in few calls; none; those where it saves work."""
 
 
 @contextmanager

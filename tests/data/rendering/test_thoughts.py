@@ -11,7 +11,7 @@ OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 
 
 def template(opening: str, thought: str = "", after: str = "") -> str:
-    """Return a template whose prompts end with `opening`; answers begin with `thought` or, without reasoning, `after`."""
+    """Return a template: prompts end with `opening`; answers begin with `thought` or, without reasoning, `after`."""
     return (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% if m.reasoning_content %}"
         f"{thought}{{% else %}}{after}{{% endif %}}{{% endif %}}{{{{ m.content }}}}<end>{{% endfor %}}"
