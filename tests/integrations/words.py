@@ -1,4 +1,4 @@
-"""Tokenizers whose token i is the word "wi", for hosts that want text."""
+"""Tokenizers whose token i is the word "wi", for hosts that need text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ PAD, EOS = 0, 1
 
 
 def word_tokenizer(num_words: int, names: Mapping[int, str] | None = None) -> Any:
-    """Words between spaces; `names` are those of tokens that are called otherwise."""
+    """Return a tokenizer of words between spaces; `names` gives other names to some tokens."""
     special = {PAD: "<pad>", EOS: "<eos>", **(names or {})}
     words = {special.get(i, f"w{i}"): i for i in range(num_words)}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))

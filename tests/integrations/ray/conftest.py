@@ -1,4 +1,4 @@
-"""What the tests on Ray share: one small Ray on this machine for all of them."""
+"""One small Ray on this machine, shared by all tests on Ray."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -8,13 +8,13 @@ import pytest
 from treering.runtime.ray_actors import RayActors
 
 NUM_CPUS = 10
-"""Logical ones: enough for two rollout workers and two trainer ranks, and for those that replace them."""
+"""Logical CPUs: enough for two rollout workers, two trainer ranks, and their replacements."""
 
 _OBJECT_STORE_BYTES = 200 << 20
 
 
 def start_ray() -> None:
-    """Start a Ray for this process alone."""
+    """Start a Ray that only this process uses."""
     import ray
 
     ray.init(
@@ -28,7 +28,6 @@ def start_ray() -> None:
 
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
-    """Ray, on this machine."""
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed: make ray-test")
     import ray
@@ -36,7 +35,6 @@ def ray_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
         environment.setenv("RAY_process_group_cleanup_enabled", "1")
-        # Actors import the tests' recipes.
         start_ray()
         yield
         ray.shutdown()
@@ -44,5 +42,5 @@ def ray_here() -> Iterator[None]:
 
 @pytest.fixture
 def actors(ray_here: None) -> RayActors:
-    """What starts two workers on it."""
+    """Actors with two workers on Ray."""
     return RayActors(num_rollout_workers=2)

@@ -1,4 +1,4 @@
-"""A controller for tests to kill: trains into a folder on its own Ray, prints its actors' pids, and waits."""
+"""A controller for tests to kill: it trains into a folder on its own Ray, prints its actors' pids, and waits."""
 
 import sys
 import threading

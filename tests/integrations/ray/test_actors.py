@@ -1,4 +1,4 @@
-"""On Ray a run gives what it gives in one process, whatever dies."""
+"""A run on Ray gives the results of a run in one process, whichever process dies."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_ranks_of_a_trainer_give_the_weights_of_one_and_may_die(undisturbed: Res
 def test_what_rewards_do_to_their_process_costs_their_rollouts_at_most(ray_here: None) -> None:
     with pipeline(num_steps=1) as loop:
         undisturbed = run(loop, 1)
-    # What is printed after stdout was closed raises.
+    # Printing after stdout was closed raises.
     printing = ("changes the folder", "prints", "forks", "leaves a process")
     for names in (printing, [name for name in tasks.HARMLESS if name not in printing]):
         recipe = TinyRecipe(task=partial(tasks.Doing, *names))
@@ -100,7 +100,7 @@ def test_what_rewards_do_to_their_process_costs_their_rollouts_at_most(ray_here:
 
 
 def members_of(group: int) -> list[int]:
-    """The processes of a process group."""
+    """Return the processes of a process group."""
     members = []
     for entry in Path("/proc").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""A run on two Ray nodes of which one dies: `python -m tests.integrations.ray.two_nodes` prints what became of it."""
+"""A run on two Ray nodes, one of which dies: `python -m tests.integrations.ray.two_nodes` prints the outcome."""
 
 import json
 
@@ -12,7 +12,7 @@ from treering.runtime.ray_actors import RayActors
 NUM_STEPS = 4
 
 if __name__ == "__main__":
-    # One of three actors that take a CPU, at least, has no room on the first node.
+    # Three actors take a CPU each, so at least one does not fit on the first node.
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     second = cluster.add_node(num_cpus=3)
     ray.init(address=cluster.address, logging_level="warning")

@@ -27,7 +27,7 @@ EOS = 31
 def serving(
     folder: Path, *, wide: bool = True, drafts: bool = True, key: str | None = None, **given: Any
 ) -> Iterator[tuple[str, TinkerRoutes]]:
-    """The address of a server, and its routes."""
+    """Return the address of a server, and its routes."""
     model = (build_float64() if wide else build()).eval()
     engine = EngineOptions(max_batch=8, max_tokens=1024, drafts=drafts)
     options = TinkerOptions(
@@ -52,7 +52,7 @@ def client(url: str) -> tinker.ServiceClient:
 
 
 def datum(tokens: list[int], **inputs: Any) -> tinker.Datum:
-    """A sequence that is trained on its next tokens."""
+    """Return a sequence that is trained on its next tokens."""
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": tokens[1:], **inputs},

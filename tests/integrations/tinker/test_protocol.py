@@ -1,4 +1,4 @@
-"""Tinker's own client trains and samples here as its protocol says."""
+"""Tinker's own client trains and samples here as its protocol specifies."""
 
 import json
 import threading

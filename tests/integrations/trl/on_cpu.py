@@ -1,4 +1,7 @@
-"""FSDP2 and DeepSpeed by Accelerate on gloo: it uses them on devices only; what follows it does as it does there."""
+"""FSDP2 and DeepSpeed by Accelerate on gloo.
+
+Accelerate uses them only on devices; all later steps run as they do there.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +16,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 
 def emulate(kind: str) -> None:
-    """Makes Accelerate take processes on CPU for those of devices, in this process from now on."""
+    """Make Accelerate treat processes on CPU as processes on devices, for the rest of this process."""
     if kind == "fsdp":
         _emulate_fsdp()
     if kind == "zero":
         import deepspeed
 
         PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
-        # It would compile collectives of its own.
+        # It would compile its own collectives.
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
 
 
@@ -43,7 +46,7 @@ def _emulate_fsdp() -> None:
         sharded = stock_prepare(accelerator, model)
         for unit in sharded.modules():
             if isinstance(unit, FSDPModule):
-                # Gloo has no operation that averages: it sums, and the division follows.
+                # Gloo cannot average: it sums, and the division follows.
                 unit.set_force_sum_reduction_for_comms(True)
         return sharded
 
@@ -53,7 +56,7 @@ def _emulate_fsdp() -> None:
 
 @contextmanager
 def gradients_of_deepspeed() -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Keep the whole gradients of each step inside."""
+    """Inside the block, keep the whole gradients of each step."""
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
@@ -73,7 +76,7 @@ def gradients_of_deepspeed() -> Iterator[list[dict[str, torch.Tensor]]]:
 
 
 def weights_of_deepspeed(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of each weight, gathered."""
+    """Return a copy of each weight, gathered."""
     import deepspeed
 
     weights = dict(model.named_parameters())

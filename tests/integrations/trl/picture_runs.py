@@ -1,4 +1,4 @@
-"""Short runs of TRL's trainers on tiny models that take pictures, with processors that need no torchvision."""
+"""Short runs of TRL's trainers on tiny vision models, with processors that need no torchvision."""
 
 import random
 from collections.abc import Callable
@@ -69,12 +69,12 @@ def _template(kind: str) -> str:
 
 
 class _WithoutVideo:
-    """What a processor checks and reads of its video processor, which needs torchvision."""
+    """Stand-in for the parts of the video processor that a processor reads; the real one needs torchvision."""
 
     model_input_names = ()
 
     def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
-        """Lets the stand-in pass."""
+        """Accept the stand-in."""
         return type(argument)
 
 
@@ -92,7 +92,7 @@ class _InternVL(_WithoutVideo, InternVLProcessor):
 
 @cache
 def processor(family: str) -> ProcessorMixin:
-    """Image processors for the models of `tests.picture_models`, as small as their towers."""
+    """Return image processors for the models of `tests.picture_models`, as small as their towers."""
     kind = _kind(family)
     given = {"tokenizer": _tokenizer(kind), "chat_template": _template(kind)}
     if kind == "gemma3":
@@ -108,7 +108,7 @@ def processor(family: str) -> ProcessorMixin:
 
 @cache
 def saved(family: str) -> str:
-    """The folder of a tiny model, made once a process."""
+    """Return the folder of a tiny model, made once a process."""
     model = build(family)
     for config in (model.config, model.config.get_text_config(), model.generation_config):
         config.pad_token_id, config.eos_token_id = PAD, EOS
@@ -118,7 +118,7 @@ def saved(family: str) -> str:
 
 
 def image(number: int) -> Image.Image:
-    """Noise; every second one is wider."""
+    """Return noise; every second image is wider."""
     rng = np.random.default_rng(100 + number)
     return Image.fromarray(rng.integers(0, 256, (8, 8 + 4 * (number % 2), 3), dtype=np.uint8))
 
@@ -127,7 +127,7 @@ def words(rng: random.Random, count: int) -> str:
     return " ".join(f"w{rng.randrange(3, IMAGE)}" for _ in range(count))
 
 
-# A question and its pictures: the last task has the first one's words and placeholders, and other pixels.
+# A question and its images. The last task has the first one's words and placeholders, and other pixels.
 _TASKS = ((0, (0,)), (1, (1,)), (2, (2, 3)), (0, (4,)))
 
 
@@ -148,7 +148,10 @@ def prompts() -> Dataset:
 
 
 def _rows(num: int, make: Callable[[int, dict[str, Any], Callable[[int], Any]], dict[str, Any]]) -> Dataset:
-    """Rows of the tasks in turn; `make` gets a row's number, its task, and what makes answers of a number of words."""
+    """Return rows of the tasks in turn.
+
+    `make` gets a row's number, its task, and a function that makes answers of n words.
+    """
     rng, tasks = random.Random(6), _tasks()
 
     def answer(count: int) -> list[dict[str, str]]:
@@ -162,7 +165,7 @@ def conversations() -> Dataset:
 
 
 def mixed() -> Dataset:
-    """Conversations, every third of which has no picture."""
+    """Return conversations, every third of which has no image."""
     rows = conversations().to_list()
     return Dataset.from_list(
         [{**row, "images": [] if i % 3 == 0 else row["images"]} for i, row in enumerate(rows)], conversations().features
@@ -178,7 +181,7 @@ def unpaired() -> Dataset:
 
 
 def made_up(prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-    """`runs.completions` without placeholders of pictures."""
+    """Return `runs.completions` without image placeholders."""
     return [[token if token < IMAGE else 3 + token % 7 for token in ids] for ids in runs.completions(prompt_ids)]
 
 

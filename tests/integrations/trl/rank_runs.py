@@ -1,7 +1,7 @@
 """One rank of runs under torchrun: `python -m tests.integrations.trl.rank_runs KIND FOLDER CASE...`, KIND of `CASES`.
 
 Trains each case stock and shared, and saves gradients of every optimizer step, the weights after the last, and token
-ratios, by rank. For `REFUSALS` it saves what each rank raised.
+ratios, by rank. For `REFUSALS` it saves the error of each rank.
 """
 
 import sys
@@ -22,7 +22,7 @@ from treering.ranks.sharded_state import as_whole
 ROUTED = {"model_init_kwargs": {"output_router_logits": True}, "learning_rate": 1e-3}
 REFERENCED = {"beta": 0.1, "gradient_checkpointing": True}
 DDP: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    # name: what trains, options of the host, options of the run
+    # name: trainer, options of the host, options of the run
     "grpo accumulated": (runs.grpo, {}, {"beta": 0.1, "share": {}}),
     "grpo lora": (runs.grpo, {}, {"lora": True, **REFERENCED}),
     "sft": (runs.sft, {}, {"gradient_accumulation_steps": 2, "ddp_find_unused_parameters": True}),
@@ -51,7 +51,7 @@ LAYERS = {
 
 
 def sampled(*args: Any, **options: Any) -> Any:
-    """GRPO whose completions the model itself samples, for which ZeRO-3 takes its hooks off and puts them on again."""
+    """Train GRPO on completions of the model itself; to sample, ZeRO-3 removes its hooks and adds them again."""
     made = runs.grpo(*args, **options)
     del made._generate_single_turn
     return made
@@ -79,7 +79,7 @@ CASES = {"ddp": DDP, "fsdp": FSDP, "zero": ZERO}
 
 
 def options_of(kind: str, name: str) -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
-    """What trains a case, its model, the options of both sides, and those of `share_prefixes`."""
+    """Return the trainer of a case, its model, the options of both sides, and those of `share_prefixes`."""
     make, host, options = CASES[kind][name]
     model, options = runs.model_and_options(options)
     family = options.pop("pictures", None)
@@ -102,7 +102,7 @@ def options_of(kind: str, name: str) -> tuple[Any, str, dict[str, Any], dict[str
 
 
 def trained(kind: str, case: tuple[Any, str, dict[str, Any]], out: Path, shared: dict[str, Any] | None) -> Any:
-    """Gradients, weights and token ratios of a run."""
+    """Return gradients, weights and token ratios of a run."""
     make, model, options = case
     if kind != "zero":
         run = runs.train(make, model, out, shared=shared, **options)
@@ -126,28 +126,28 @@ def refusal(train: Callable[[], Any]) -> str:
 
 
 def refusal_of_a_wrong_tree(folder: Path) -> str:
-    """What this rank raises where rank 1 alone has a wrong tree."""
+    """Return this rank's error if only rank 1 has a wrong tree."""
     TreePatch._batch = runs.misplaced(TreePatch._batch, lambda: dist.get_rank() == 1)
     make, model, options, _ = options_of("fsdp", "sft accumulated")
     return refusal(lambda: runs.train(make, model, folder, shared={}, **options))
 
 
 def refusal_of_pictures_on_one_rank(folder: Path) -> str:
-    """What this rank raises where rank 0 alone has pictures."""
+    """Return this rank's error if only rank 0 has images."""
     make, family, options, shared = options_of("fsdp", "pictures sft checkpointed")
     options |= {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
     options["trainer_options"] = {"train_dataset": picture_runs.mixed().select([1, 0])}
     return refusal(lambda: runs.train(make, family, folder, shared=shared, **options))
 
 
-# The wrong tree is last, because it stays.
+# The wrong tree comes last, because it stays.
 REFUSALS = {"pictures on one rank": refusal_of_pictures_on_one_rank, "wrong": refusal_of_a_wrong_tree}
 
 
 def main(kind: str, folder: Path, names: list[str]) -> None:
     warnings.simplefilter("ignore")
     on_cpu.emulate(kind)
-    # Models are saved before there are ranks, of which only the first would write.
+    # Save models before there are ranks, because only the first rank would write.
     runs.saved(seed=1)
     cases = {name: options_of(kind, name) for name in CASES[kind]}
     saved: dict[str, Any] = {}

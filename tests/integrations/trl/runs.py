@@ -1,4 +1,4 @@
-"""Short runs of TRL's trainers on tiny models, with and without shared prefixes, and what to compare of them.
+"""Short runs of TRL's trainers on tiny models, with and without shared prefixes, and comparisons of them.
 
 Completions are made up, the same on both sides: a sampled token could flip at a near-tie of two log-probs.
 """
@@ -78,7 +78,7 @@ def tokenizer() -> Any:
 
 @cache
 def saved(family: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
-    """The folder of a tiny model and its tokenizer, made once a process: trainers load their reference from there."""
+    """Return the folder of a tiny model and its tokenizer, made once a process; trainers load their reference here."""
     folder = mkdtemp(prefix="treering-trl-")
     model = build(family, seed, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, **overrides)
     model.save_pretrained(folder)
@@ -90,7 +90,7 @@ LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj
 
 
 def model_and_options(case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `saved` makes the case's model of, and the options of its run: "lora" is an adapter's configuration."""
+    """Return the model that `saved` makes for a case, and the run's options: "lora" is an adapter's configuration."""
     options = dict(case)
     model = options.pop("model", {})
     if options.pop("lora", False):
@@ -144,7 +144,7 @@ def conversations(num: int = 16) -> Dataset:
 
 
 def completions(prompt_ids: list[list[int]]) -> list[list[int]]:
-    """Completions that partly begin alike; some end early. A function of the prompt and the row's place alone."""
+    """Return completions, some beginning alike and some ending early, that depend only on prompt and row."""
     made = []
     for place, ids in enumerate(prompt_ids):
         rng = random.Random(hash((tuple(ids), place)))
@@ -159,7 +159,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def episodes(texts: list[str], trainer: Any) -> dict[str, Any]:
-    """Rollouts of several turns: what the environment said stands between two answers, and its mask is 0."""
+    """Return rollouts of several turns: between two answers stands the environment's text, with mask 0."""
     prompt_ids = trainer._tokenize_prompts(texts)[0]
     answers = completions(prompt_ids)
     said = [[3 + len(ids) % 5, 4, 5] for ids in answers]
@@ -192,7 +192,7 @@ def made_up(prompt_ids: Any, *_: Any, **__: Any) -> tuple[Any, None]:
 def trainer_of(
     trainer: Any, config: Any, defaults: dict[str, Any], data: Any, model: str, out: Path, **given: Any
 ) -> Any:
-    """A trainer of TRL on the rows that `data()` gives, with other arguments of its own as `trainer_options`."""
+    """Return a trainer of TRL on the rows that `data()` gives; `trainer_options` are passed to it."""
     extra = given.pop("trainer_options", {})
     args = config(**{"output_dir": str(out), **COMMON, **defaults, **given})
     return trainer(model, args=args, **{"train_dataset": data(), **extra})
@@ -201,13 +201,13 @@ def trainer_of(
 def grpo(model: str, out: Path, trainer: Any = GRPOTrainer, config: Any = GRPOConfig, **options: Any) -> Any:
     extra = {"reward_funcs": reward, **options.pop("trainer_options", {})}
     made = trainer_of(trainer, config, ROLLOUTS, prompts, model, out, trainer_options=extra, **options)
-    # RLOO asks for tokens alone.
+    # RLOO asks only for tokens.
     made._generate_single_turn = made_up if trainer is not RLOOTrainer else lambda ids, *_, **__: completions(ids)
     return made
 
 
 def rloo(model: str, out: Path, **options: Any) -> Any:
-    # Its loss is of whole sequences with one sign each: rounding moves its small gradient more than the others'.
+    # Its loss is over whole sequences with one sign each, so rounding moves its small gradient more than the others'.
     return grpo(model, out, RLOOTrainer, RLOOConfig, **{"learning_rate": 1e-3, **options})
 
 
@@ -229,7 +229,7 @@ kto = partial(trainer_of, KTOTrainer, KTOConfig, FOUR_ROWS, unpaired)
 
 @dataclass
 class Recorder(TrainerCallback):
-    """Gradients of each optimizer step, and each log."""
+    """Callback that records the gradients of each optimizer step, and each log."""
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     logs: list[dict[str, float]] = field(default_factory=list)
@@ -260,7 +260,7 @@ def train(
     change: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> Run:
-    """Trains; `shared` are the options of `share_prefixes`, None for the stock trainer; `change` gets the model."""
+    """Train; `shared` are the options of `share_prefixes`, None for the stock trainer; `change` gets the model."""
     torch.manual_seed(0)
     trainer = make(model, out, **options)
     if change is not None:
@@ -273,7 +273,7 @@ def train(
 
 
 def misplaced(stock: Callable[..., Any], is_wrong: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
-    """`TreePatch._batch` of a wrong tree: every row reads the state of the token before its own."""
+    """Replace `TreePatch._batch` by a wrong tree, in which every row reads the state of the token before its own."""
 
     def batch(self: Any, args: Any, kwargs: Any) -> Any:
         found = stock(self, args, kwargs)
@@ -285,7 +285,7 @@ def misplaced(stock: Callable[..., Any], is_wrong: Callable[[], bool] = lambda: 
 
 
 def apart(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> float:
-    """The largest relative distance of the gradients of a step: L2 over all parameters."""
+    """Return the largest relative distance of the gradients of a step: L2 over all parameters."""
     assert len(one) == len(other)
     worst = 0.0
     for ours, theirs in zip(one, other, strict=True):
@@ -297,7 +297,7 @@ def apart(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> float
 
 
 def rewards_are_tied(log: dict[str, float]) -> bool:
-    """Whether policy and reference are equal, as in the first step: which reward is larger is then rounding's choice.
+    """Return whether policy and reference are equal, as in the first step; rounding then orders rewards.
 
     The rewards are 0 up to rounding in float32 of sums of about ten log-probs, times a beta of 0.1.
     """
@@ -308,7 +308,7 @@ TIMES = ("step_time", "runtime", "per_second", "total_flos", "sampling")
 
 
 def metrics_apart(one: list[dict[str, float]], other: list[dict[str, float]]) -> dict[str, float]:
-    """The largest difference of each logged metric, relative where it is above 1; times and our own are left out."""
+    """Return the largest difference of each metric, relative if it is above 1, without times and our own metrics."""
     found: dict[str, float] = {}
     for ours, theirs in zip(one, other, strict=True):
         for name, value in theirs.items():

@@ -1,6 +1,6 @@
 """Agents of several turns: TRL's own loop of tools, and its environments.
 
-What answers call is read off their place in the episode: only TRL's loop is its own.
+Whether an answer calls a tool depends on its place in the episode, so that only the loop is TRL's.
 """
 
 import random
@@ -40,7 +40,7 @@ def w9(w4: str) -> str:
 
 
 class Room:
-    """An environment whose only tool tells how often it was called."""
+    """Environment whose only tool returns how often it was called."""
 
     def reset(self, **_: Any) -> None:
         self._num_calls, self._heard = 0, 0
@@ -63,7 +63,7 @@ class Room:
 
 
 def call_of(tokenizer: Any, ids: list[int], prefix: list[int] | None = None, tools: Any = None) -> dict[str, Any]:
-    """The message of an answer: a call of the tool in all turns but the last, which some episodes reach early."""
+    """Return the message of an answer: a tool call in all turns but the last, which some episodes reach early."""
     turn = 1 + list(prefix or []).count(RESULT)
     message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
     if turn < NUM_TURNS - ids[0] % 2:
@@ -96,7 +96,7 @@ def scripted(model: str, out: Path, **options: Any) -> Any:
     return made
 
 
-# TRL adds to a list of rewards.
+# TRL appends to a list of rewards, so each run gets a new one.
 KINDS = {"tools": lambda: {"tools": [w9]}, "environment": lambda: {"environment_factory": Room, "reward_funcs": []}}
 
 

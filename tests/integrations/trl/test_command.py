@@ -1,4 +1,4 @@
-"""`treering trl` is TRL's command line: its options, its scripts, with the tree in it."""
+"""`treering trl` is TRL's command line: its options and its scripts, with the tree in it."""
 
 import sys
 from pathlib import Path

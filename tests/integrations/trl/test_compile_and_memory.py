@@ -1,4 +1,4 @@
-"""`torch_compile`, activation offloading and checkpointing, alone and together, change no gradient."""
+"""`torch_compile`, activation offloading and checkpointing change no gradient, separately or together."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from treering.integrations.trl import share_prefixes
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-"""Traces forward and backward as the default does, and then runs them as they are: no C++ compiler needed."""
+"""Traces forward and backward like the default backend, then runs them uncompiled, so no C++ compiler is needed."""
 OFFLOADED = {"activation_offloading": True}
 CHECKPOINTED = {"gradient_checkpointing": True}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -25,7 +25,7 @@ REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"
 
 @pytest.fixture(autouse=True)
 def num_graphs() -> Iterator[Callable[[], int]]:
-    """Counts compiled graphs."""
+    """Backend that counts compiled graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield lambda: int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -33,9 +33,9 @@ def num_graphs() -> Iterator[Callable[[], int]]:
 
 
 def emulated_offloading(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Takes the host for the device, with TRL's own bookkeeping; the numbers of tensors that each pass moved follow.
+    """Offload with the host in place of the device, by TRL's own bookkeeping; yield the tensors moved in each pass.
 
-    What it would move to the host is counted, and stays there.
+    Tensors to be moved to the host are counted, and stay where they are.
     """
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
@@ -44,7 +44,7 @@ def emulated_offloading(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def context(model: Any) -> Any:
         with monkeypatch.context() as patched:
             patched.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-            # Streams and pinned memory are the device's; the rest of its code runs as it does there.
+            # Only a device has streams and pinned memory; the rest of its code runs as it does there.
             made = get_act_offloading_ctx_manager(model=model, use_pin_memory=False, use_streams=False)
         stock = made.pack_hook
 
@@ -104,7 +104,7 @@ def of_many_shapes(num: int) -> Any:
 def test_twenty_micro_batches_of_other_shapes_run_the_same_few_graphs(
     backend: str, most: int, num_graphs: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers leave their graph for every backend but flash, so there a layer is several graphs."""
+    """Layers leave their graph for every backend but flash, so a layer is several graphs."""
     if backend == "flash":
         fake_flash.install(monkeypatch)
     options = {"train_dataset": of_many_shapes(40)}

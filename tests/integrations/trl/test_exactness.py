@@ -1,4 +1,4 @@
-"""Gradients of every optimizer step and every logged metric are those of the stock trainer, whatever the loss."""
+"""Gradients of every optimizer step and every logged metric equal those of the stock trainer, for every loss."""
 
 import statistics
 from pathlib import Path
@@ -8,13 +8,14 @@ import pytest
 
 from tests.integrations.trl import runs
 
-# TRL and transformers warn of their own deprecations.
+# TRL and transformers emit their own deprecation warnings.
 pytestmark = pytest.mark.filterwarnings("default")
 
-# Rounding in float32 over three steps; the stock trainer with other micro-batches is 4e-7 to 2e-6 from itself.
+# Rounding in float32 over three steps: with other micro-batches the stock trainer differs from itself by 4e-7 to 2e-6.
 GRADIENTS = 3e-6
-# The advantages of a group that leaves one out sum to 0: its first gradient is a small difference of large terms, which
-# rounds further. It is 3.3e-6 on some processors, where the same steps in float64 are 2e-7 apart, by norms in float32.
+# The advantages of a leave-one-out group sum to 0, so its first gradient is a small difference of large terms, which
+# rounds further. It is 3.3e-6 on some processors. The same steps in float64 are 2e-7 apart, because norms stay in
+# float32.
 LEAVE_ONE_OUT_GRADIENTS = 1e-5
 METRICS = 1e-5
 # Sums of log-probs over a completion.

@@ -1,4 +1,4 @@
-"""Groups and tasks stand together in micro-batches, in an order that a seed gives, and nothing else is moved."""
+"""Rows of a group or task share micro-batches, in an order that the seed decides; nothing else moves."""
 
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def test_the_token_ratio_of_kept_groups_is_the_bound(tmp_path: Path) -> None:
 
 
 def _counted(trainer: object) -> list[tuple[int, int]]:
-    """Tokens and distinct ones where every group is its own forest: no arrangement of micro-batches has fewer."""
+    """Return tokens and distinct tokens with a forest for each group; no arrangement of micro-batches has fewer."""
     rows = [
         (tuple(prompt[mask == 1].tolist()), tuple(completion[kept == 1].tolist()))
         for batch in trainer._buffered_inputs  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ def test_losses_over_the_optimizer_batch_alone_do_not_see_the_groups(options: di
     assert runs.apart(ours.gradients, stock.gradients) <= 3e-6
     assert ours.handle.difference.tree < 1e-5
     assert "; this changes logged means of micro-batches (entropy, kl, clip_ratio)" in ours.handle.batching.words
-    # What moves is named.
+    # The log names the metrics that move.
     moved = {name for name, apart in runs.metrics_apart(ours.logs, stock.logs).items() if apart > 1e-5}
     assert moved <= {"entropy", "kl"}
 

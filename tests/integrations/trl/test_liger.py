@@ -1,4 +1,4 @@
-"""`use_liger_kernel`: Liger's layers, put in when training starts or before, compute each distinct token once."""
+"""`use_liger_kernel`: with Liger's layers, added at the start or before, each distinct token is computed once."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run, and what Liger changes of transformers is put back."""
+    """Run kernels in the interpreter, and restore what Liger changes in transformers."""
     liger.interpret(monkeypatch)
     import transformers.models.qwen3.modeling_qwen3 as code
 

@@ -1,4 +1,4 @@
-"""TRL's trainers on pictures: gradients and metrics are the stock trainer's, and only equal pixels are one prefix."""
+"""TRL's trainers on images: gradients and metrics are the stock trainer's, and only equal pixels share a prefix."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 # Bounds of the first step, in which weights are equal; two more steps round further, as for text.
 FIRST_GRADIENT, GRADIENTS, METRICS = 1e-6, 3e-6, 1e-6
-# Rounding of the stock path moves Gemma's by up to 1.2e-6 (what `verify_first` measures), and advantages that leave one
-# out sum to 0, see test_exactness.
+# Rounding of the stock path moves Gemma's by up to 1.2e-6 (measured by `verify_first`), and leave-one-out advantages
+# sum to 0, see test_exactness.
 TIMES = {"grpo gemma3": 2, "rloo": 3}
 
 _MAKERS = {
@@ -86,12 +86,12 @@ def test_the_tower_sees_each_picture_of_a_micro_batch_once(tmp_path: Path) -> No
 
     options = {"shared": {"verify_first": False}, "change": count, "max_steps": 1}
     trainer = runs.train(picture_runs.grpo, "qwen2_5_vl", tmp_path, **options).trainer
-    # All four rows of a micro-batch have the same pictures.
+    # All four rows of a micro-batch have the same images.
     assert calls == [len(batch["pixel_values"]) // 4 for batch in trainer._buffered_inputs]
 
 
 def _num_rows(args: Any, given: Any) -> int:
-    """Patches or pictures of a call."""
+    """Return the number of patches or images of a call."""
     values: Tensor = next(one for one in (*args, *given.values()) if isinstance(one, Tensor))
     return len(values)
 
@@ -120,7 +120,7 @@ def test_rows_with_the_same_pictures_stand_together(tmp_path: Path) -> None:
     trainer = picture_runs.sft("qwen2_5_vl", tmp_path)
     share_prefixes(trainer)
     order = trainer._get_train_sampler().order(0)
-    # Rows of a task are every fourth.
+    # Every fourth row belongs to the same task.
     assert [len(set(order[start : start + 4] % 4)) for start in range(0, 16, 4)] == [1, 1, 1, 1]
     same = np.array_equal(keys[0][:16], keys[4][:16]), np.array_equal(keys[0][:16], keys[3][:16])
     assert same == (True, False)

@@ -1,4 +1,4 @@
-"""DDP, FSDP2 and DeepSpeed's ZeRO on several ranks: gradients and weights are those of the stock trainer under each."""
+"""DDP, FSDP2 and DeepSpeed's ZeRO on several ranks: gradients and weights equal the stock trainer's under each."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ LAUNCHES = {
 
 @pytest.fixture(scope="module", params=LAUNCHES)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of a launch saved."""
+    """The results that each rank of a launch saved."""
     num_ranks, kind, names = LAUNCHES[request.param]
     if kind == "zero" and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: make trl-test")
@@ -36,7 +36,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += ["-m", "tests.integrations.trl.rank_runs", kind, str(folder), *names]
-    # Accelerate's part for DeepSpeed is of devices only.
+    # Accelerate's integration of DeepSpeed supports only devices.
     place = {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "zero" else {}
     env = {
         **os.environ,
@@ -61,7 +61,7 @@ def test_gradients_and_weights_are_those_of_the_stock_trainer_on_every_rank(rank
             assert runs.apart(ours["gradients"][:1], stock["gradients"][:1]) <= 1e-6, name
             assert runs.apart(ours["gradients"], stock["gradients"]) <= GRADIENTS, name
             assert runs.apart([ours["weights"]], [stock["weights"]]) <= 1e-6, name
-            # The ratio is that of all ranks, and so are gradients, to the last bit.
+            # The ratio covers all ranks, and gradients are bitwise equal on all.
             assert ours["ratio"] == ranks[0][f"{name}/ours"]["ratio"]
             assert min(ours["ratio"]) > 1, name
             assert ours["is_partitioned"] == name.endswith("3")

@@ -39,7 +39,7 @@ def dataset(**columns: list[Any]) -> Dataset:
 
 
 def model() -> PreTrainedModel:
-    """A model with a preference for some tokens, so that rollouts resemble one another."""
+    """A model that prefers some tokens, so that rollouts resemble one another."""
     made = build("qwen3", 0)
     made.lm_head.weight.data *= 3.0
     return made
@@ -70,7 +70,7 @@ def trainer_of(
 
 
 class Recording(HistoryRollouts):
-    """Keeps what it returned, with the trainer's own log-probs of it."""
+    """Rollouts that keep what they returned, with the trainer's own log-probs of it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -86,7 +86,7 @@ class Recording(HistoryRollouts):
 
 
 def eager(rollouts: HistoryRollouts) -> HistoryRollouts:
-    """Drafts wherever a step's time is known, whatever drafts gain: what a clock says decides nothing."""
+    """Draft wherever a step's time is known, even without a gain, so that no clock decides."""
     costs: Any = rollouts._costs
     costs.may_draft = costs._steps.knows
     costs.is_promising, costs.can_spend = lambda: True, lambda seconds: True
@@ -115,7 +115,7 @@ def test_logprobs_are_the_trainers_and_weights_are_those_of_the_step(is_adapted:
 
 def test_drafts_change_no_token_and_no_weight(tmp_path: Path) -> None:
     plain, drafted = Recording(drafts="off"), eager(Recording(max_batch=5))
-    # In float64: in float32 a near-tie may flip with the shape of a batch.
+    # In float64, because in float32 a near-tie may flip with the shape of a batch.
     expected = weights_of(train(tmp_path / "plain", plain, policy=model().double()))
     trainer = train(tmp_path / "drafted", drafted, policy=model().double())
     assert [call["completion_ids"] for call in drafted.calls] == [call["completion_ids"] for call in plain.calls]
@@ -147,7 +147,7 @@ def test_a_resumed_run_samples_as_one_that_was_not_stopped(tmp_path: Path) -> No
     for name, weight in weights_of(trainer).items():
         assert torch.equal(weight, expected[name]), name
     assert resumed._ids.state() == whole._ids.state()
-    # Rollouts from before the checkpoint, for drafts.
+    # History keeps rollouts from before the checkpoint, for drafts.
     assert resumed._history.latest().keys() == whole._history.latest().keys()
     elsewhere = trainer_of(tmp_path / "elsewhere", HistoryRollouts(), **{**options, "max_steps": 5})
     with pytest.warns(UserWarning, match="prompts are drawn as in a new run"):
@@ -195,8 +195,8 @@ def test_a_later_turn_continues_its_rollout(tmp_path: Path) -> None:
     contexts = [prompt + tokens + [9, 8] for tokens in (first[2], first[0])]
     before = rollouts._engine._engine.stats
     second, logprobs = trainer._generate_single_turn(contexts, None, {}, 1)
-    # Keys and values of the first turns are there; of each row the last token and two observed ones are computed, the
-    # last of which is not a prefill.
+    # Keys and values of the first turns are cached. Each row computes its last token and two observed ones, the last of
+    # which is not a prefill.
     assert rollouts._engine._engine.stats.since(before).num_prefilled == 2 * 2
     for context, tokens, values in zip(contexts, second, logprobs, strict=True):
         ids = torch.tensor([context + tokens])
@@ -204,7 +204,7 @@ def test_a_later_turn_continues_its_rollout(tmp_path: Path) -> None:
             logits = trainer.model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1] / 0.9
         expected = logits.log_softmax(-1).gather(1, ids[0, len(context) :, None])[:, 0]
         np.testing.assert_allclose(values, expected.numpy(), atol=2.5e-5)
-    # History has all rollouts of the draw, those that have ended too.
+    # History has all rollouts of the draw, including those that ended.
     (kept,) = rollouts._history.latest().values()
     tails = {2: [9, 8, *second[0]], 0: [9, 8, *second[1]]}
     whole = {sample: [*tokens, *tails.get(sample, [])] for sample, tokens in enumerate(first)}

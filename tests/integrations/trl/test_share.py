@@ -1,4 +1,4 @@
-"""What `share_prefixes` refuses, what it leaves alone, and how it is undone."""
+"""`share_prefixes`: what it refuses, what it does not touch, and how it is undone."""
 
 import math
 import random
@@ -188,7 +188,7 @@ def test_a_micro_batch_without_gradients_is_not_the_one_that_verifies(tmp_path: 
 
 
 def lomo(model: nn.Module) -> None:
-    """Updates, as lomo-optim does, the weights that have a gradient, by hooks on gradients and `weight.data`."""
+    """Update weights that have a gradient as lomo-optim does, by hooks on gradients and `weight.data`."""
 
     def step(gradient: torch.Tensor) -> torch.Tensor:
         for weight in model.parameters():
@@ -202,7 +202,7 @@ def lomo(model: nn.Module) -> None:
 
 
 def layerwise(model: nn.Module) -> None:
-    """Updates a weight once it has its gradient, as GaLore and APOLLO do with "layerwise" in their names."""
+    """Update each weight once it has its gradient, like GaLore and APOLLO with "layerwise" in their names."""
     for weight in model.parameters():
         own = torch.optim.SGD([weight], lr=0.01)
 
@@ -265,7 +265,7 @@ def test_reentrant_recomputing_under_an_optimizer_in_backward_is_refused(tmp_pat
 
 
 def averaging(model: Any) -> None:
-    """Lets each token see a part of the mean of its batch."""
+    """Let each token read a part of its batch's mean."""
     mlp = model.model.layers[0].mlp
     mlp.register_forward_hook(lambda module, args, output: output + 0.3 * output.mean((0, 1), keepdim=True))
 

@@ -1,4 +1,4 @@
-"""Beside vLLM the importance correction is the stock trainer's: vLLM is scripted here, and samples off policy."""
+"""With vLLM the importance correction is the stock trainer's: vLLM is scripted here, and samples off-policy."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.models import VOCAB
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-# As for any loss, see test_exactness.
+# Rounding as for any loss, see test_exactness.
 GRADIENTS = 3e-6
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CASES: dict[str, dict[str, Any]] = {
@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class ScriptedVLLM:
-    """In the place of TRL's `VLLMGeneration`: completions of `runs`, with the log-probs of no policy."""
+    """Stand-in for TRL's `VLLMGeneration`: completions of `runs`, with log-probs of no real policy."""
 
     def __init__(self, **_: Any) -> None: ...
 
@@ -35,7 +35,7 @@ class ScriptedVLLM:
 
 
 def logprobs(completion: list[int]) -> list[float]:
-    """Around those of a new model, by enough that some ratios are cut and others are not."""
+    """Return log-probs near those of a new model, far enough that some ratios are clipped and others are not."""
     return [0.5 * math.sin(7.0 * token + place) - math.log(VOCAB) for place, token in enumerate(completion)]
 
 
@@ -55,7 +55,7 @@ def grpo(model: str, out: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_the_corrected_loss_is_that_of_the_stock_trainer(name: str, tmp_path: Path) -> None:
     stock = runs.train(grpo, runs.saved(), tmp_path / "stock", **CASES[name])
-    # Rows stand where the stock trainer has them, so that each micro-batch's loss can be compared.
+    # Rows keep the stock trainer's order, so that each micro-batch's loss can be compared.
     shared = runs.train(grpo, runs.saved(), tmp_path / "shared", shared={"group_batches": False}, **CASES[name])
     assert runs.apart(shared.gradients, stock.gradients) < GRADIENTS
     metrics = runs.metrics_apart(shared.logs, stock.logs)

@@ -1,4 +1,4 @@
-"""What `vllm_drafts` refuses, and what it records and logs around a trainer's batches, without a vLLM."""
+"""What `vllm_drafts` refuses, records and logs around a trainer's batches, without a vLLM."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_a_block_without_a_vllm_is_an_error_and_leaves_trl_as_it_was(tmp_path: P
 
 
 class Run:
-    """A trainer, its `VLLMGeneration` and its vLLM in one: each prompt gets the completion 7 8."""
+    """A trainer, its `VLLMGeneration` and its vLLM in one; each prompt gets the completion 7 8."""
 
     def __init__(self, folder: Path) -> None:
         self.accelerator = SimpleNamespace(is_main_process=True)
@@ -125,7 +125,7 @@ def rollouts_of(turns: JoinedTurns) -> list[tuple[object, list[int]]]:
 def test_a_later_turn_replaces_the_one_that_it_continues() -> None:
     turns, prompt = JoinedTurns(), [5, 6]
     turns.add([prompt, prompt], [[7, 1], [7, 2]])
-    # The environment said 8 after the second rollout, and that rollout alone goes on.
+    # The environment added 8 after the second rollout, and only that rollout continues.
     turns.add([[*prompt, 7, 2, 8]], [[9]])
     turns.add([[*prompt, 7, 2, 8, 9, 8]], [[3]])
     assert rollouts_of(turns) == [(hash_of_prompt(prompt), [7, 1]), (hash_of_prompt(prompt), [7, 2, 8, 9, 8, 3])]

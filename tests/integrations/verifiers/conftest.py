@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def python() -> str:
-    """That of TREERING_VERIFIERS_PYTHON, or of .venv-env."""
+    """The interpreter of TREERING_VERIFIERS_PYTHON, or of .venv-env."""
     found = os.environ.get("TREERING_VERIFIERS_PYTHON", str(HERE.parents[2] / ".venv-env" / "bin" / "python"))
     if not Path(found).exists() or subprocess.run([found, "-c", "import verifiers.v1"], capture_output=True).returncode:
         pytest.skip(f"no verifiers in {found}: make env-test")
@@ -29,7 +29,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Single bytes with a chat template, so that most of what a random policy says is spelled as nobody would."""
+    """A tokenizer of single bytes with a chat template, so that a random policy mostly samples unusual spellings."""
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "tokenizer.json").write_bytes((BYTES_FOLDER / "tokenizer.json").read_bytes())
     known = json.loads((BYTES_FOLDER / "tokenizer_config.json").read_text())
@@ -39,5 +39,5 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def _tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tasksets of these tests, for the worker."""
+    """Make the tasksets of these tests importable for the worker."""
     monkeypatch.setenv("PYTHONPATH", str(HERE / "tasksets"))

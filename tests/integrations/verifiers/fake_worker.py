@@ -1,4 +1,4 @@
-"""Speaks the worker's protocol without verifiers: episodes ask over HTTP and return traces, as their settings say."""
+"""The worker's protocol without verifiers: episodes sample over HTTP and return traces, as their settings ask."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def send(record):
 
 
 class Agent:
-    """A trace with what it samples."""
+    """Trace that records its samples."""
 
     def __init__(self, served, salt, name, trace_id, trainable=True):
         self.served, self.salt, self.id = served, salt, trace_id
@@ -33,7 +33,7 @@ class Agent:
         }
 
     def ask(self, context, parent, keep=0, **params):
-        """Samples after a context, of which the first `keep` ids are those of the parents."""
+        """Sample after a context, whose first `keep` ids are those of the parents."""
         params = {"max_tokens": 4, "stop_token_ids": [257], "logprobs": 1, **self.served["sampling"], **params}
         body = {"model": self.served["model"], "token_ids": context, "cache_salt": self.salt, "sampling_params": params}
         request = urllib.request.Request(

@@ -1,6 +1,6 @@
 """Episodes of another process in the loop: what is trained, what fails an episode, and what is left behind.
 
-The process is a script that speaks the worker's protocol, so these tests need no verifiers.
+The process is a script that implements the worker's protocol, so these tests do not need verifiers.
 """
 
 import sys
@@ -43,14 +43,14 @@ def collect(environment: VerifiersEnvironment, draw: int = 0, **options: Any) ->
 
 
 def rollouts_of(found: Collected, but: str = "") -> list[Rollout]:
-    """The rollouts that are trained, without those of a task."""
+    """Return the rollouts that are trained, without those of a task."""
     return [each for group in found.groups for each in group.rollouts if each.prompt_id != but]
 
 
 def check_same(found: list[Rollout], expected: list[Rollout]) -> None:
-    """Compares all that training reads.
+    """Check that two runs train on the same data.
 
-    Calls arrive when they like, so they meet in other batches, where sums in float64 differ in their last digits.
+    Calls arrive in any order, so batches differ, and sums in float64 differ in their last digits.
     """
 
     def exact(rollouts: list[Rollout]) -> list[Any]:

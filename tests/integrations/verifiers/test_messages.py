@@ -1,4 +1,4 @@
-"""Errors of verifiers as one short line with the cause, without verifiers."""
+"""Errors of verifiers become one short line with the cause. Does not need verifiers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tasksets of verifiers itself in the loop: every call is trained with its ids, and faults stay in their episodes."""
+"""Tasksets of verifiers itself in the loop: every call is trained with its ids, and an error stays in its episode."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -41,7 +41,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
 
 
 def check_exact(found: Collected, sessions: list[Session], num_calls: int) -> None:
-    """Each trained call is a path of a trained rollout, and each trained token was sampled by one."""
+    """Check that each trained call is a path of a trained rollout, and each trained token was sampled by a call."""
     rollouts = rollouts_of(found)
     calls = [(session, call) for session in sessions for call in session.calls.values()]
     assert len(calls) == num_calls
@@ -65,7 +65,7 @@ def test_every_call_of_a_chat_is_trained_with_the_ids_that_were_sampled(
         assert not found.error_counts
         check_exact(found, sessions, num_calls=3 * 2 * num_turns)
         assert len({rollout.reward for group in found.groups for rollout in group.rollouts}) > 1
-        # Chats end where the tokenizer says.
+        # Chats end where the tokenizer ends them.
         assert all(
             (call.rollout.tokens[:-1] != TURN_END).all() for session in sessions for call in session.calls.values()
         )

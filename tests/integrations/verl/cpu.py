@@ -1,4 +1,4 @@
-"""A CPU for verl, which knows CUDA, ROCm and NPU devices: with it verl's FSDP engine runs over gloo."""
+"""A CPU device for verl, which supports CUDA, ROCm and NPU devices; with it verl's FSDP engine runs over gloo."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,7 +9,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 
 
 class _NoMemory:
-    """What verl logs of a device's memory, and torch's CPU does not tell."""
+    """Stand-in for the device-memory figures that verl logs, which torch has none of on CPU."""
 
     @staticmethod
     def max_memory_allocated() -> int:
@@ -19,7 +19,7 @@ class _NoMemory:
 
     @staticmethod
     def is_available() -> bool:
-        """No, or verl would look for memory to empty."""
+        """Return False, or verl would try to empty device memory."""
         return False
 
     @staticmethod

@@ -49,7 +49,7 @@ ONE = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10_000}
 PPO = {"loss_agg_mode": "token-mean", "entropy_coeff": 0.02, "use_kl_loss": True}
 GSPO = {"loss_agg_mode": "seq-mean-token-mean", "policy_loss": PolicyLossConfig(loss_mode="gspo")}
 SHOWN = ("actor/pg_loss", "actor/entropy_loss", "kl_loss", "loss", "grad_norm", "tree/token_ratio")
-"""Metrics over the batch; those that verl averages over micro-batches change with their rows."""
+"""Metrics over the batch; those that verl averages over micro-batches depend on how rows are grouped."""
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     # name: model, loss, its options, options of the batch
     "ppo in one micro-batch": ("plain", "ppo", PPO, ONE),
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def rows_of(rank: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts that begin alike, and responses that branch, in shuffled order."""
+    """Return prompts that begin alike, with responses that branch, in shuffled order."""
     random = np.random.default_rng(100 + rank)
     system = [1, 2, 3, 4, 5]
     rows = []
@@ -126,7 +126,7 @@ def configs_of(model: Path, name: str) -> dict[str, Any]:
     return {
         "model_config": model_config,
         "engine_config": FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=precision),
-        # Plain descent: an update is as exact as its gradient, where Adam's first one is its sign.
+        # Plain descent: an update is as exact as its gradient, while Adam's first update is the gradient's sign.
         "optimizer_config": FSDPOptimizerConfig(lr=0.02, optimizer="SGD", weight_decay=0.0, total_training_steps=10),
         "checkpoint_config": CheckpointConfig(),
     }
@@ -144,7 +144,7 @@ def engine_of(kind: type, model: Path, name: str) -> Any:
 def ppo_step(
     kind: type[TrainingWorker], model: Path, rows: list[tuple[list[int], list[int]]], *, size: int
 ) -> dict[str, Any]:
-    """One PPO step by a worker of verl: three mini-batches, with clipped gradients; by its own, in a shuffled order."""
+    """Run one PPO step by a worker of verl: three mini-batches with clipped gradients, shuffled by verl's own."""
     worker = kind(TrainingWorkerConfig(model_type="language_model", **configs_of(model, "plain")))
     worker.reset()
     worker.set_loss_fn(loss_of("ppo", PPO))
@@ -163,7 +163,7 @@ def ppo_step(
 
 @contextmanager
 def counted_tokens(engine: Any) -> Iterator[list[int]]:
-    """Tokens of each call of the embedding."""
+    """Count the tokens of each call of the embedding."""
     counted: list[int] = []
     embedding = engine.module.get_input_embeddings()
     hook = embedding.register_forward_pre_hook(lambda module, args: counted.append(args[0].numel()))
@@ -172,7 +172,7 @@ def counted_tokens(engine: Any) -> Iterator[list[int]]:
 
 
 def _fill_adapters(module: Any) -> None:
-    """Adapters that change something, the same on both sides."""
+    """Fill adapters with values that change the output, the same on both sides."""
     random = torch.Generator().manual_seed(5)
     for weight in module.parameters():
         if weight.requires_grad:
@@ -197,18 +197,18 @@ def train(engine: Any, data: Any, loss: Any) -> dict[str, Any]:
 
 
 def main(folder: Path, rank: int, size: int) -> None:
-    """Rank 0 saves the models before the others pass the rendezvous."""
+    """Run all cases; rank 0 saves the models before the others pass the rendezvous."""
     warnings.simplefilter("ignore")
-    # verl's workers read these, though the processes have met already.
+    # verl's workers read these, although the process group exists already.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT="0")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     if rank == 0:
         for name, tied in (("plain", False), ("tied", True)):
             build("qwen3", vocab_size=VOCAB, tie_word_embeddings=tied).save_pretrained(folder / name)
     dist.barrier()
-    # verl registers its own engine for CUDA and NPU devices only.
+    # verl registers its own engine only for CUDA and NPU devices.
     EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(FSDPEngineWithLMHead)
-    # Every group is on all ranks, as where verl balances rows by length.
+    # Every group is on all ranks, as happens when verl balances rows by length.
     rows = [row for other in range(size) for row in rows_of(other)][rank::size]
     saved: dict[str, Any] = {"rows": [[*prompt, *response] for prompt, response in rows]}
     os.environ["TREERING_VERL_GROUPS"] = "whole_mini_batches"

@@ -17,14 +17,14 @@ from treering.errors import UnsupportedError
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 
-# Both sides compute in float32, in other orders; a wrong weight or token changes a gradient by far more.
+# Both sides compute in float32 in different orders; a wrong weight or token changes a gradient by far more.
 TOLERANCE = 1e-5
 SYSTEM_TOKENS, PROMPT_TOKENS = 5, 12
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saved."""
+    """The results that each rank saved."""
     folder, size = tmp_path_factory.mktemp("ranks"), request.param
     command = [sys.executable, "-m", "tests.integrations.verl.engine_run", str(folder)]
     processes = [
@@ -54,7 +54,7 @@ def test_gradients_and_outputs_are_those_of_verls_engine(ranks: list[dict[str, A
                 assert grad.norm() > 0
                 assert relative(ours["gradients"][name], grad) <= TOLERANCE, (case, name)
             check_outputs(ours["outputs"], stock["outputs"], rank["rows"])
-        # A row's loss is counted where it is computed.
+        # A row's loss is counted on the rank that computes it.
         stock_loss, our_loss = (sum(rank[f"{case}/{side}"]["loss"] for rank in ranks) for side in ("stock", "tree"))
         assert our_loss == pytest.approx(stock_loss, rel=TOLERANCE, abs=TOLERANCE), case
 
@@ -68,7 +68,7 @@ def check_outputs(ours: dict[str, Any], stock: dict[str, Any], rows: list[list[i
     assert ours.keys() == stock.keys()
     for name in stock:
         assert [value.numel() for value in ours[name]] == [len(row) for row in rows]
-        # The value at a row's last token is of no token in the row, and verl's losses leave it out.
+        # The value at a row's last token belongs to no token of the row; verl's losses skip it.
         pairs = zip(ours[name], stock[name], strict=True)
         torch.testing.assert_close(
             *map(torch.cat, zip(*((a[:-1], b[:-1]) for a, b in pairs), strict=True)), rtol=TOLERANCE, atol=TOLERANCE
@@ -79,7 +79,7 @@ def test_each_distinct_token_is_computed_once_though_each_group_came_on_all_rank
     rows = [row for rank in ranks for row in rank["rows"]]
     trained = [rank["ppo in one micro-batch/tree"] for rank in ranks]
     computed = [sum(rank["tokens"]) for rank in trained]
-    # Groups are whole, so ranks have nothing in common but how all prompts begin.
+    # Groups are whole, so ranks share only the beginning of all prompts.
     assert sum(computed) == num_distinct(rows) + SYSTEM_TOKENS * (len(ranks) - 1)
     flat = [rank["tree/token_ratio"][0] * own for rank, own in zip(trained, computed, strict=True)]
     assert sum(flat) == pytest.approx(sum(map(len, rows)))

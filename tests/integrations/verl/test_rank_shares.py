@@ -1,4 +1,4 @@
-"""Rows on ranks: equally many on each, groups whole where they fit, and never a busier rank than verl's own."""
+"""Rows on ranks: the same number on each, groups whole where they fit, and no rank busier than verl's busiest."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ def busiest(rows: list[list[int]], ranks: list[int]) -> int:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
-    """Rows, the group of each, and a number of ranks that divides the rows."""
+    """Draw rows, the group of each, and a number of ranks that divides the rows."""
     num_ranks, rows_per_rank = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     num_rows = num_ranks * rows_per_rank
     row = st.lists(st.integers(0, 2), min_size=1, max_size=8)
@@ -51,7 +51,7 @@ def test_groups_of_one_size_that_fill_the_ranks_are_whole(
 
 
 def test_a_group_is_split_only_where_no_rank_has_room_for_it() -> None:
-    # Three groups of two rows on two ranks of three rows: one of them stands on both.
+    # Three groups of two rows on two ranks of three rows, so one group is on both.
     rows = [[group] * 9 + [10 + row] for row in range(2) for group in range(3)]
     ranks = share_rows(Forest.from_sequences(rows), [0, 1, 2, 0, 1, 2], 2)
     assert sorted(len(set(ranks[group::3].tolist())) for group in range(3)) == [1, 1, 2]
@@ -66,7 +66,7 @@ def test_a_group_is_split_only_where_no_rank_has_room_for_it() -> None:
 def test_mini_batches_of_all_ranks_have_whole_groups_that_fill_them_and_every_row_once(
     num_ranks: int, groups_each: int, size: int, num_mini_batches: int
 ) -> None:
-    # A mini-batch has `groups_each` groups for each rank, of `size` rows.
+    # A mini-batch has `groups_each` groups of `size` rows for each rank.
     num_groups = num_ranks * groups_each * num_mini_batches
     groups = np.random.default_rng(size).permutation(np.repeat(np.arange(num_groups), size))
     by_rank = order_rows(groups.tolist(), num_ranks, num_mini_batches)
@@ -77,7 +77,7 @@ def test_mini_batches_of_all_ranks_have_whole_groups_that_fill_them_and_every_ro
 
 
 def test_groups_come_in_the_order_in_which_their_last_rows_were_done() -> None:
-    # Rank 0 was done with c, a, b and rank 1 with a, c, b: a and c ended second, a on the earlier rank.
+    # Rank 0 got c, a, b and rank 1 got a, c, b: a and c were completed in second place, a on the earlier rank.
     assert order_rows("cabacb", 2, 3).tolist() == [[1, 0, 2], [3, 4, 5]]
 
 

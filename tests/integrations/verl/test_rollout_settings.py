@@ -1,4 +1,4 @@
-"""verl's settings for drafts, names of prompts that survive an epoch, and a batch of verl in a history."""
+"""verl's settings for drafts, prompt names that last across epochs, and a batch of verl in a history."""
 
 import pytest
 

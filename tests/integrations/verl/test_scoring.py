@@ -1,4 +1,4 @@
-"""Rows in verl's layout: each row's values are those of the row alone, at its own temperature."""
+"""Rows in verl's layout: each row's values equal those of the row run separately, at its own temperature."""
 
 import pytest
 import torch

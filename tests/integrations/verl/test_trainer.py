@@ -1,4 +1,4 @@
-"""A whole run of verl's trainer with the tree engine against the same run without: losses, weights, computed tokens."""
+"""A whole run of verl's trainer with the tree engine against one without: losses, weights, computed tokens."""
 
 import importlib.util
 import json
@@ -47,11 +47,11 @@ SETTINGS = {
     **{f"+{part}.fsdp_config.mixed_precision.reduce_dtype": "fp32" for part in (ACTOR, REF)},
     f"{ACTOR}.ppo_mini_batch_size": PROMPTS_PER_STEP,
     f"{ACTOR}.use_dynamic_bsz": True,
-    # Two flat micro-batches of a rank, and one of its distinct tokens.
+    # Two flat micro-batches on each rank, but one of distinct tokens.
     f"{ACTOR}.ppo_max_token_len_per_gpu": 100,
     f"{ACTOR}.use_kl_loss": True,
     f"{ACTOR}.entropy_coeff": 0.01,
-    # Plain descent: an update is as exact as its gradient, where Adam's first one is its sign.
+    # Plain descent: an update is as exact as its gradient, while Adam's first update is the gradient's sign.
     f"{ACTOR}.optim.optimizer": "SGD",
     f"{ACTOR}.optim.lr": 0.05,
     f"{ACTOR}.optim.weight_decay": 0,
@@ -88,7 +88,7 @@ CHOICE = {f"{VARIABLES}.VERL_ENGINE_VENDOR": "treering", f"{VARIABLES}.TREERING_
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What verl logged and what ranks left, without Treering and with."""
+    """What verl logged and what ranks saved, without Treering and with it."""
     inputs = tmp_path_factory.mktemp("inputs")
     save_inputs(inputs)
     settings: dict[str, dict[str, Any]] = {"stock": SETTINGS, "tree": {**SETTINGS, **CHOICE}}
@@ -126,7 +126,7 @@ def run(inputs: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         VERL_FILE_LOGGER_PATH=str(folder / "metrics.jsonl"),
         TREERING_TEST_FOLDER=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
-        # Ray would start a process for each CPU, and verl's actors take none of them.
+        # Ray would start a process for each CPU, which verl's actors do not use.
         RAY_enable_worker_prestart="0",
         RAY_prestart_worker_first_driver="0",
     )
@@ -159,7 +159,7 @@ def test_weights_that_the_rollouts_get_are_those_of_stock_verl(runs: dict[str, d
         for name, before in stock[0].items():
             update, error = stock[step][name] - before, ours[step][name] - stock[step][name]
             assert update.norm() > 0
-            # An update of each step, and the rounding of the weights in each.
+            # An update in each step, and the rounding of the weights in each.
             assert error.norm() <= step * (TOLERANCE * update.norm() + 2**-23 * before.norm()), name
 
 
@@ -167,7 +167,7 @@ def test_each_distinct_token_of_a_step_is_computed_once_in_each_pass(runs: dict[
     for step, computed in enumerate(runs["tree"]["tokens"]):
         prompts = PROMPTS[step * PROMPTS_PER_STEP :][:PROMPTS_PER_STEP]
         rows = [[*prompt, *response_of(prompt, k)] for prompt in prompts for k in range(ROLLOUTS_PER_PROMPT)]
-        # Groups are whole, so ranks have nothing in common but how all prompts begin.
+        # Groups are whole, so ranks share only the beginning of all prompts.
         distinct = num_distinct(rows) + (NUM_RANKS - 1) * len(BEGINNING)
         assert computed == PASSES_PER_STEP * distinct
         assert computed < PASSES_PER_STEP * sum(map(len, rows)) <= runs["stock"]["tokens"][step]

@@ -1,7 +1,7 @@
 """verl's own trainer on CPU: `VERL_USE_EXTERNAL_MODULES` loads this file in each of the trainer's processes.
 
-Torch's backend is gloo, CPU counts as a device, and a server with a script stands in for a rollout engine. The trainer,
-its queue, agent loops, rewards and workers are verl's.
+Torch's backend is gloo, CPU counts as a device, and a scripted server replaces the rollout engine. The trainer, its
+queue, agent loops, rewards and workers are verl's.
 """
 
 import os
@@ -18,7 +18,7 @@ from tests.integrations.verl.cpu import CpuPlatform
 from tests.integrations.verl.script import ScriptedServer
 
 FOLDER = "TREERING_TEST_FOLDER"
-"""Variable that names where ranks leave what they computed."""
+"""Variable that names the folder in which ranks save their results."""
 
 
 class ScriptedReplica(replica.RolloutReplica):
@@ -29,7 +29,7 @@ class ScriptedReplica(replica.RolloutReplica):
 
 
 class ScriptedRollout(base.BaseRollout):
-    """What a worker knows of the server: it takes the weights of each step, and here keeps them in a file."""
+    """Rollout of a worker, a client of the scripted server, that saves the weights of each step to a file."""
 
     async def resume(self, tags: list[str]) -> None: ...
 
@@ -48,7 +48,7 @@ _embedded: list[int] = []
 
 
 def reward_of(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
-    """The share of even words."""
+    """Return the share of even words."""
     words = [int(word[1:]) for word in solution_str.split() if word.startswith("w")]
     return sum(word % 2 == 0 for word in words) / max(1, len(words))
 
@@ -58,11 +58,11 @@ def _prepare() -> None:
     stock_group, stock_embed = torch.distributed.init_process_group, torch.nn.Embedding.forward
 
     def init_process_group(backend: str | None = None, **options: Any) -> None:
-        """Only workers come here, before they make their engines."""
+        """Patch a worker; only workers call this, before they make their engines."""
         from verl.workers.engine import EngineRegistry
         from verl.workers.engine.fsdp import transformer_impl
 
-        # References are offloaded to memory that torch pins for a device, and there is none.
+        # References are offloaded to memory that torch pins for a device, but there is no device.
         transformer_impl.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
         stock = transformer_impl.FSDPEngineWithLMHead
         EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(stock)

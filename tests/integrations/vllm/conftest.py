@@ -1,6 +1,6 @@
-"""What the tests of the drafter inside vLLM share: one model, and each engine once.
+"""Fixtures of the tests of the drafter inside vLLM: one model, and each engine once.
 
-An engine that is dropped ends what all engines of the process share, so each stays until the end.
+Dropping an engine ends what all engines of the process share, so each stays until the end.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-# It needs no vLLM and imports numba, which must not be imported before an LLM starts in the same process.
+# It does not need vLLM, and imports numba, which must not be imported before an LLM starts in the same process.
 collect_ignore = [] if find_spec("vllm") is None else ["test_weights.py"]
 
 
 @pytest.fixture(scope="session")
 def history_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the drafting engines look for history; missing at first."""
+    """The folder in which the drafting engines look for history; missing at first."""
     return tmp_path_factory.mktemp("vllm") / "history"
 
 
 @pytest.fixture(scope="session")
 def without_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Settings under which each step drafts whatever it gains, and history is read when asked."""
+    """Settings with which each step drafts even without a gain, and history is read on request."""
     file = tmp_path_factory.mktemp("settings") / "drafts.toml"
     file.write_text("min_gain = 0\nrefresh_interval_s = 0\n")
     return file
@@ -42,7 +42,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain_llm(model_folder: Path) -> Any:
-    """Without drafts, with room for everything."""
+    """An LLM without drafts, with room for everything."""
     from tests.integrations.vllm.in_process import make_llm
 
     return make_llm(model_folder)
@@ -50,7 +50,7 @@ def plain_llm(model_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def draft_settings(history_folder: Path, without_clock: Path) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Gives what an LLM in this process is made with, once its environment names `history_folder`, read when asked."""
+    """Return the arguments of a drafting LLM; its history is in `history_folder` and read on request."""
     from tests.integrations.vllm.in_process import drafts
 
     with pytest.MonkeyPatch.context() as environment:
@@ -61,7 +61,7 @@ def draft_settings(history_folder: Path, without_clock: Path) -> Iterator[Callab
 
 @pytest.fixture(scope="session")
 def drafting_llm(model_folder: Path, draft_settings: Callable[[], dict[str, Any]]) -> Any:
-    """With drafts and request identity."""
+    """An LLM with drafts and request identity."""
     from tests.integrations.vllm.in_process import make_llm
     from treering.integrations.vllm import register
 
@@ -71,7 +71,7 @@ def drafting_llm(model_folder: Path, draft_settings: Callable[[], dict[str, Any]
 
 @pytest.fixture(scope="session")
 def tight_llm(model_folder: Path, draft_settings: Callable[[], dict[str, Any]]) -> Any:
-    """With drafts, too little memory for its rows, and prompts that are computed in parts and kept."""
+    """An LLM with drafts and too little memory for its rows, which computes prompts in parts and keeps them."""
     from tests.integrations.vllm.in_process import K, make_llm
 
     return make_llm(

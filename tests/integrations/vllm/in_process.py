@@ -1,4 +1,4 @@
-"""LLMs in the test's own process, so that tests can look at the drafter and correct the sampling."""
+"""LLMs in the test's own process, so that tests can inspect the drafter and correct the sampling."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _ENVIRONMENT = {
 
 
 def make_llm(model: Path, **settings: Any) -> Any:
-    """An LLM of a saved model that samples in this process."""
+    """Make an LLM of a saved model that samples in this process."""
     import vllm
     import vllm.triton_utils.dispatcher as dispatcher
 
@@ -38,7 +38,7 @@ def make_llm(model: Path, **settings: Any) -> Any:
 
 
 def without_llvmlite(rebind: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's start of a worker that hides from it a module of numba's which it fails on; here numba is imported."""
+    """Hide a module of llvmlite from vLLM's start of a worker, which fails on it; numba is imported here."""
 
     def rebind_kernels(*args: Any) -> None:
         hidden = sys.modules.pop("llvmlite.binding.ffi", None)
@@ -52,12 +52,12 @@ def without_llvmlite(rebind: Callable[..., None]) -> Callable[..., None]:
 
 
 def runner_of(llm: Any) -> Any:
-    """The model runner of an LLM in this process."""
+    """Return the model runner of an LLM in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 def sampling(num_tokens: int | None = 40, **settings: Any) -> Any:
-    """Greedy, without a stop."""
+    """Return greedy sampling without a stop."""
     from vllm import SamplingParams
 
     plain: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "max_tokens": num_tokens}
@@ -65,24 +65,24 @@ def sampling(num_tokens: int | None = 40, **settings: Any) -> Any:
 
 
 def prompts(num: int, size: int = 36, seed: int = 0) -> list[list[int]]:
-    """Prompts of random tokens, each of them twice."""
+    """Return prompts of random tokens, each of them twice."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCAB, size).tolist() for _ in range(num // 2)] * 2
 
 
 def generate(llm: Any, contexts: Sequence[Sequence[int]], params: Any, **more: Any) -> list[Any]:
-    """vLLM's outputs for prompts of token ids."""
+    """Return vLLM's outputs for prompts of token ids."""
     asked = [{"prompt_token_ids": list(ids)} for ids in contexts]
     outputs: list[Any] = llm.generate(asked, params, use_tqdm=False, **more)
     return outputs
 
 
 def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
-    """The sampled tokens of each output."""
+    """Return the sampled tokens of each output."""
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def stats_of(llm: Any) -> dict[str, Any]:
-    """The drafter's counts."""
+    """Return the drafter's counts."""
     found: dict[str, Any] = llm.collective_rpc("treering_stats")[0]
     return found

@@ -14,7 +14,7 @@ from treering.integrations.vllm.vllm_settings import speculative_config
 EXTENSION = "treering.integrations.vllm.WorkerExtension"
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
-"""Logits of what is sampled, from those of the model."""
+"""Maps the model's logits to those that are sampled."""
 VOCAB = 64
 MAX_MODEL_LEN = 256
 MAX_BATCH = 8
@@ -29,12 +29,12 @@ PLAIN = {
 
 
 def drafts() -> dict[str, Any]:
-    """What an LLM with drafts is made with, which vLLM changes."""
+    """Return the arguments of an LLM with drafts, which vLLM changes."""
     return {"speculative_config": speculative_config(K), "worker_extension_cls": EXTENSION}
 
 
 def build(*, tied: bool, seed: int = 0, vocab_size: int = VOCAB) -> Qwen3ForCausalLM:
-    """A model whose tokens are far from equally likely."""
+    """Build a model whose tokens are far from equally likely."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -53,7 +53,7 @@ def build(*, tied: bool, seed: int = 0, vocab_size: int = VOCAB) -> Qwen3ForCaus
 
 
 def make_llm(model: Qwen3ForCausalLM, folder: Path, **settings: Any) -> Any:
-    """An LLM in processes of its own, as `treering train` makes them."""
+    """Make an LLM in its own processes, as `treering train` does."""
     pytest.importorskip("vllm", reason="needs vLLM: make vllm-test")
     import vllm
 
@@ -74,7 +74,7 @@ def make_llm(model: Qwen3ForCausalLM, folder: Path, **settings: Any) -> Any:
 
 
 def greedy(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Hugging Face's greedy continuations of prompts of one size."""
+    """Return Hugging Face's greedy continuations of prompts of one size."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor(prompts)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def greedy(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list
 
 
 def logprobs_of(model: torch.nn.Module, prompt: Any, tokens: Any, temperature: float = 1.0) -> Any:
-    """Hugging Face's log-probs of tokens after a prompt, float64 [R]."""
+    """Return Hugging Face's log-probs of tokens after a prompt, float64 [R]."""
     ids = torch.tensor([[*map(int, prompt), *map(int, tokens)]])
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature
@@ -93,7 +93,7 @@ def logprobs_of(model: torch.nn.Module, prompt: Any, tokens: Any, temperature: f
 
 
 def z_of(model: torch.nn.Module, contexts: list[list[int]], rollouts: list[list[int]], cut: Cut = lambda x: x) -> float:
-    """How many standard deviations -log p of the tokens is from its expectation, the entropy, under Hugging Face."""
+    """Return by how many standard deviations -log p of the tokens differs from their entropy, under Hugging Face."""
     size = len(contexts[0])
     total, variance = 0.0, 0.0
     for begin in range(0, len(contexts), 64):
@@ -112,7 +112,7 @@ def z_of(model: torch.nn.Module, contexts: list[list[int]], rollouts: list[list[
 
 
 def disturb(model: torch.nn.Module, size: float = 0.03, seed: int = 1) -> None:
-    """An update: every weight changes, norms and the embedding too."""
+    """Update every weight, norms and the embedding included."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -120,14 +120,14 @@ def disturb(model: torch.nn.Module, size: float = 0.03, seed: int = 1) -> None:
 
 
 class Host:
-    """A model and the LLM that samples for it; many engines of the tests take the two over, one after another."""
+    """A model and the LLM that samples for it; many engines of the tests use the two, one after another."""
 
     def __init__(self, model: Any, folder: Path, **settings: Any) -> None:
         self.model, self.llm = model, make_llm(model, folder, **settings)
         self._first = {name: weight.clone() for name, weight in model.state_dict().items()}
 
     def engine(self, **settings: Any) -> Any:
-        """A new engine, with the weights as they are."""
+        """Return a new engine, with the current weights."""
         from treering.integrations.vllm import VLLMEngine
 
         states = self.llm.llm_engine.output_processor.request_states.values()
@@ -135,5 +135,5 @@ class Host:
         return VLLMEngine(self.llm, self.model, **settings)
 
     def reset(self) -> None:
-        """The first weights again."""
+        """Restore the first weights."""
         self.model.load_state_dict(self._first)

@@ -1,4 +1,4 @@
-"""What `vllm serve` runs, in its own process, for tests that ask it over HTTP."""
+"""Run `vllm serve` in its own process, for tests that ask it over HTTP."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def plugins(folder: Path) -> None:
-    """A distribution with the entry points of `pyproject.toml`, and one that corrects vLLM's sampling on CPU."""
+    """Write a distribution with the entry points of `pyproject.toml`, and one that corrects vLLM's sampling on CPU."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     points = {**points, "right_sampling": "tests.integrations.vllm.shim:register"}
     info = folder / "plugins-0.1.dist-info"
@@ -33,11 +33,11 @@ def plugins(folder: Path) -> None:
 
 @contextmanager
 def served(model: Path, history: Path, max_draft: int, *flags: str, paths: tuple[Path, ...] = ()) -> Iterator[str]:
-    """The address of a server that drafts from a history; its modules are looked for in `paths`, too."""
+    """Yield the address of a server that drafts from a history; `paths` are added to its import path."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [
-        # The command itself looks for a distribution named vllm, and the one for CPUs has another name.
+        # The command itself looks for a distribution named vllm, but the CPU build has another name.
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "128", "--kv-cache-memory-bytes", str(64 << 20)),
@@ -63,12 +63,12 @@ def served(model: Path, history: Path, max_draft: int, *flags: str, paths: tuple
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
-            # It listens to no signal while it starts, and leaves its processes behind where it is killed alone.
+            # It ignores signals while it starts, and killing only the server would leave its processes running.
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def asked(address: str, body: Any = None) -> str:
-    """The text of an answer."""
+    """Return the text of an answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:

@@ -53,12 +53,12 @@ def test_greedy_tokens_are_the_same_with_missing_empty_good_and_damaged_history(
         assert greedy(helpers, drafting_llm) == expected
         good = helpers.stats_of(drafting_llm)
         assert good["num_prompts"] == 12
-        # What it drafted is what the policy says again.
+        # The policy repeats the drafted tokens.
         assert good["num_accepted"] - before["num_accepted"] > 0.7 * 24 * 60
         assert good["num_accepted"] - before["num_accepted"] > 0.8 * (good["num_drafted"] - before["num_drafted"])
         store.add("more", [np.arange(9, dtype=np.int32)], version=1)
         store.publish()
-    # A publish would write again what is damaged, as the store has it in memory.
+    # Publishing would rewrite damaged files, because the store has them in memory.
     for file in data_files(history_folder):
         file.write_bytes(b"garbage" + file.read_bytes()[7:])
     refresh()
@@ -82,7 +82,7 @@ def test_greedy_tokens_are_the_same_without_request_identity(
 def test_rows_near_the_longest_length_are_drafted_for_and_stop_no_other_row(
     helpers: Any, drafting_llm: Any, plain_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without its own limit, each rollout goes on to the longest length that the model takes.
+    # Without its own limit, each rollout continues to the model's greatest length.
     contexts = [tokens[: 2 + 5 * i] * 1 for i, tokens in enumerate(helpers.prompts(16, size=100))]
     runner, limits = helpers.runner_of(drafting_llm), []
     original = runner.drafter.propose
@@ -113,7 +113,7 @@ def test_greedy_tokens_are_the_same_with_preemptions_chunked_prefill_and_prefix_
 ) -> None:
     llm = tight_llm
     assert greedy(helpers, llm) == expected
-    # Again, with prefixes that are known, and long common prompts.
+    # Again, with prefixes that are cached, and long common prompts.
     assert greedy(helpers, llm) == expected
     counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     assert counts["vllm:num_preemptions"] > 0
@@ -153,7 +153,7 @@ def test_new_weights_give_their_own_tokens_whatever_the_old_ones_left_in_history
 
 
 def truncated(logits: torch.Tensor) -> torch.Tensor:
-    """Logits at temperature 0.7 of the 20 likeliest tokens, then of the fewest with 0.9 of the mass."""
+    """Return logits at temperature 0.7 of the 20 likeliest tokens, then of the fewest with 0.9 of the mass."""
     scaled = logits / 0.7
     scaled = scaled.masked_fill(scaled < scaled.topk(20, -1).values[..., -1:], -torch.inf)
     p, order = scaled.softmax(-1).sort(-1, descending=True)
@@ -169,7 +169,7 @@ def hf_model(model_folder: Path) -> torch.nn.Module:
 
 
 def sampled(helpers: Any, llm: Any, **settings: Any) -> tuple[list[list[int]], list[list[int]], int]:
-    """420 prompts and rollouts of 50 tokens, and how many of them were drafted."""
+    """420 prompts and rollouts of 50 tokens, and the number of drafted tokens."""
     contexts = helpers.prompts(420, size=10, seed=9)
     before = helpers.stats_of(llm)
     outputs = helpers.generate(llm, contexts, [helpers.sampling(50, **settings) for _ in contexts])

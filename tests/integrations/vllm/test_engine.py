@@ -31,12 +31,12 @@ NEED_TOKENS = {
 """Laws of engines that keep the tokens."""
 
 MANY_ENGINES = "the_present_version_again_changes_nothing"
-"""It goes on with an engine after the next one has taken its LLM."""
+"""A law that uses an engine after the next one has taken its LLM."""
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    # Its head is tied, which an update has to write besides; those of the other files are not.
+    # Its head is tied, so an update must write it too; the models of other files are not tied.
     return Host(build(tied=True), tmp_path_factory.mktemp("tied"))
 
 
@@ -53,7 +53,7 @@ def sampled(num: int = MAX_BATCH, *, prompt: Any = PROMPT, **sampling: Any) -> l
 
 
 def worst(model: torch.nn.Module, rollouts: list[Rollout], prompt: Any = PROMPT, temperature: float = 1.0) -> float:
-    """The largest difference of a log-prob from Hugging Face's."""
+    """Return the largest difference of a log-prob from Hugging Face's."""
     differences = [r.logprobs - logprobs_of(model, prompt, r.tokens, temperature) for r in rollouts]
     return float(np.abs(np.concatenate(differences)).max())
 
@@ -78,7 +78,7 @@ def test_an_update_gives_the_logprobs_of_the_new_weights(host: Host) -> None:
     for version in (1, 2):
         disturb(host.model, seed=version)
         engine.update_weights(version)
-        # Prompts that the old weights have left keys and values of.
+        # Prompts whose keys and values under the old weights are cached.
         rollouts = list(engine.generate(sampled()))
         assert worst(host.model, rollouts) < 1e-5
         assert {int(v) for rollout in rollouts for v in rollout.versions} == {version}
@@ -127,7 +127,7 @@ def test_one_version_names_one_set_of_weights(host: Host) -> None:
 
 
 def test_seeds_differ_by_key_and_place_alone(host: Host) -> None:
-    """Without drafts: in another order and alone, each rollout has the same tokens."""
+    """Without drafts, each rollout has the same tokens in another order and in its own batch."""
     together = run(host.engine(seed=5), sampled())
     reverse = run(host.engine(seed=5, max_batch=3), sampled()[::-1])
     assert {key: r.tokens.tolist() for key, r in together.items()} == {
@@ -167,7 +167,7 @@ def test_a_stop_string_ends_a_rollout_with_the_token_that_completes_it(host: Hos
     ids=str,
 )
 def test_cuts_are_those_of_the_sampling_parameters(host: Host, sampling: dict[str, float]) -> None:
-    """The log-probs are those of Hugging Face's logits cut by an independent reading of `Sampling`."""
+    """The log-probs are those of Hugging Face's logits, cut by an independent implementation of `Sampling`."""
     with pytest.raises(ConfigError, match=r"policy_logprobs.*truncated=\"recompute\""):
         host.engine().submit(sampled(1, **sampling))
     rollouts = list(host.engine(truncated="recompute").generate(sampled(4, temperature=0.8, **sampling)))
@@ -256,7 +256,7 @@ def test_a_step_without_an_update_keeps_the_llm(host: Host) -> None:
 
 
 def test_a_call_of_an_episode_names_a_prompt_without_tokens(host: Host) -> None:
-    """Its history has whole episodes, so none of a call's context is before them."""
+    """Its history has whole episodes, so a call's context does not precede them."""
     found = {}
     for call in (None, 0):
         request = replace(sampled(1)[0], call=call)

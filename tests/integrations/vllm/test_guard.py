@@ -1,4 +1,4 @@
-"""Processes end with the one that started them, however it ends. Needs no vLLM."""
+"""Processes end with the one that started them, however it ends. Does not need vLLM."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
-"""The drafter inside vLLM by its contract: what is refused, which requests rows are, and that no step fails.
+"""The drafter inside vLLM by its contract: what is refused, how rows map to requests, and that no step fails.
 
-No vLLM is needed here.
+Does not need vLLM.
 """
 
 import subprocess
@@ -28,7 +28,7 @@ from treering.types import hash_of_prompt
 
 
 def vllm_config(*, num_drafts: int = 4, is_async: bool = False, is_v2: bool = False) -> Any:
-    """What the proposer reads of a `VllmConfig`."""
+    """Return the fields of a `VllmConfig` that the proposer reads."""
     model = SimpleNamespace(max_model_len=32, get_vocab_size=lambda: 50)
     return SimpleNamespace(
         model_config=model,
@@ -40,7 +40,7 @@ def vllm_config(*, num_drafts: int = 4, is_async: bool = False, is_v2: bool = Fa
 
 @pytest.fixture
 def proposer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without_clock: Path) -> Any:
-    """With a history of the prompt [5, 6]."""
+    """A proposer with a history of the prompt [5, 6]."""
     with HistoryStore(tmp_path) as store:
         store.add(hash_of_prompt([5, 6]), [np.array([1, 2, 3, 4, 7, 8], np.int32)] * 2, 0)
         store.publish()
@@ -53,7 +53,7 @@ def proposer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without_clock: Pat
 
 
 def buffer(*lines: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Counts and tokens as vLLM's contract has them."""
+    """Return counts and tokens as vLLM's contract has them."""
     tokens = np.full((8, 32), 49, np.int32)
     for b, line in enumerate(lines):
         tokens[b, : len(line)] = line
@@ -153,7 +153,7 @@ def test_a_runner_is_wrapped_once_and_tells_only_this_drafter(proposer: Any) -> 
     runner.drafter = proposer
     assert runner.propose_draft_token_ids("step", *[None] * 7, slot_mappings=None) == "drafts"
     assert proposer._step == (runner, "step")
-    # Without a draft the step is one without a drafter.
+    # Without drafts, the step runs as it does without a drafter.
     assert [runner._sample("logits", metadata)[1] for metadata in (None, empty, full)] == [None, None, full]
 
 
@@ -203,7 +203,7 @@ def test_the_guard_of_vllm_never_skips_this_drafter(monkeypatch: pytest.MonkeyPa
     config = vllm_config(num_drafts=6)
     model = config.model_config
     HistoryProposer(config)
-    # vLLM drafts while its longest row and K more tokens fit this length, and no row is longer than the model's.
+    # vLLM drafts while its longest row and K more tokens fit this length, and no row is longer than the model's limit.
     assert model.max_model_len + 6 <= config.speculative_config.draft_model_config.max_model_len
     assert model.max_model_len == 32
 
@@ -212,7 +212,7 @@ def test_a_failure_warns_once_drafts_nothing_and_ends(proposer: Any) -> None:
     counts, tokens = buffer([5, 6, 1])
     with pytest.warns(UserWarning, match="drafting failed"):
         assert proposer.propose([[1]], counts, tokens[:, :2]) == [[]]
-    # Every warning that a test does not expect fails it.
+    # An unexpected warning fails the test.
     assert proposer.propose([[1]], None, tokens) == [[]]
     assert proposer.num_failures == 2
     assert proposer.propose([[1]], counts, tokens) == [[2, 3, 4, 7]]
@@ -231,7 +231,7 @@ def test_the_longest_prompt_that_a_row_begins_with_is_its_prompt() -> None:
     assert table.find(ids(5, 6, 7, 9), ()) == ("short", 2)
     whole = hash_of_prompt([5, 6, 7, 9])
     assert table.find(ids(5, 6, 7, 9), {whole}) == (whole, 4)
-    # A new prompt is its own, and found again at the start of a rollout.
+    # A new prompt gets its own id, and is found again at the start of a rollout.
     assert table.find(ids(1, 2), ()) == (hash_of_prompt([1, 2]), 2)
     assert table.find(ids(1, 2, 3), ()) == (hash_of_prompt([1, 2]), 2)
 
@@ -257,9 +257,9 @@ def test_a_row_keeps_its_name_and_its_prompt_wherever_it_moves(steps: list[Step]
         names = rows.names(sampled, engine.tokens, counts, ())
         assert len(set(names)) == len(names)
         for request, name, size in zip(engine.lines, names, was_here, strict=True):
-            # A name goes on with the very tokens that it had.
+            # A name continues exactly the tokens that it had.
             assert request.tokens[:size] == before.get(name, request.tokens[:size])
-        # Each row that was there has a name of then, or a row with the same tokens that came back has it.
+        # A row that stayed keeps its name, or a row with the same tokens that came back has it.
         assert sum(name in before for name in names) >= sum(request.name in sizes for request in engine.lines)
         before = {name: r.tokens for r, name in zip(engine.lines, names, strict=True)}
         assert set(requests._requests) == set(names)
@@ -286,7 +286,8 @@ def test_rows_of_the_runner_end_by_their_own_limit_and_are_known_by_their_args()
     assert rows.ends[0] == 13
     assert rows.ends[1] > 1 << 40
     assert rows.first_ends.tolist() == [7, 0, 0]
-    # The second request tells nothing, and begins with the first one's original prompt; the third is an episode's.
+    # The second request has no arguments and begins with the first one's original prompt; the third is an episode's
+    # call.
     assert [requests._requests[name].prompt_id for name in names] == ["q", "q", "q"]
     assert [requests._requests[name].num_prompt_tokens for name in names] == [2, 2, 0]
     batch.req_ids = ["b"]

@@ -1,4 +1,4 @@
-"""An engine in processes of its own, as vLLM starts it, gets the drafter through the package's entry point."""
+"""An engine in its own processes, as vLLM starts it, gets the drafter through the package's entry point."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def test_an_engine_in_its_own_processes_drafts_with_identity(
         record(store, expected, version=0, prompt_ids=names)
         store.publish()
     plugins(tmp_path / "plugins")
-    # A spawned process has the paths of this one.
+    # A spawned process inherits the import paths of this one.
     for path in (ROOT, ROOT / "src", tmp_path / "plugins"):
         monkeypatch.syspath_prepend(path)
     monkeypatch.setenv("TREERING_HISTORY", str(tmp_path / "history"))

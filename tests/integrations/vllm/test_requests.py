@@ -1,4 +1,4 @@
-"""Requests as RL has them get from drafts what they get without: tokens, texts and ends, whatever history holds."""
+"""Typical RL requests get the same tokens, texts and ends with drafts as without, whatever history holds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -89,7 +89,7 @@ def store(history_folder: Path) -> Iterator[Any]:
 
 
 def contexts(name: str) -> list[list[int]]:
-    """Prompts of a case, each of them twice: the second copies draft from the first."""
+    """Return prompts of a case, each of them twice: the second copies draft from the first."""
     rng = np.random.default_rng([*name.encode()])
     return [rng.integers(1, VOCAB, 24).tolist() for _ in range(NUM_PROMPTS)] * 2
 
@@ -111,7 +111,7 @@ def ask(llm: Any, prompts: list[list[int]], params: Any, **more: Any) -> list[An
 
 
 def seen(outputs: list[Any]) -> list[Any]:
-    """What a caller sees of each completion: its tokens, its text, and why it ended."""
+    """Return the caller's view of each completion: its tokens, its text, and why it ended."""
     return [
         (list(one.token_ids), one.text, one.finish_reason, one.stop_reason)
         for output in outputs
@@ -120,13 +120,13 @@ def seen(outputs: list[Any]) -> list[Any]:
 
 
 def first_difference(found: list[Any], expected: list[Any]) -> Any:
-    """The first completion that a caller sees otherwise, or None; lists this long take minutes to be printed apart."""
+    """Return the first difference, or None; pytest needs minutes to print the difference of such long lists."""
     pairs = zip(seen(found), seen(expected), strict=True)
     return next(((i, *pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
 
 
 def learn(llm: Any, store: Any, outputs: list[Any]) -> None:
-    """Records rollouts as history that the drafter has read."""
+    """Record rollouts as history that the drafter has read."""
     record(store, outputs, version=0)
     store.publish()
     llm.collective_rpc("treering_refresh")
@@ -154,12 +154,12 @@ def test_drafts_of_running_rows_and_of_history_change_nothing_that_a_caller_sees
     verified(case.verification)
     before = accepted(drafting)
     assert first_difference(ask(drafting, prompts, params), expected) is None
-    # What the constraint forbids is history too.
+    # History also has rollouts that the constraint forbids.
     learn(drafting, store, [*expected, *ask(plain, prompts[:NUM_PROMPTS], params_of(Case()))])
     running = accepted(drafting)
     again = ask(drafting, prompts, params)
     assert first_difference(again, expected) is None
-    # Rows that are penalised for what they repeat seldom do.
+    # Rows with a penalty for repetition seldom repeat.
     assert running > before or name == "penalties"
     assert accepted(drafting) - running > 0.5 * sum(len(one.token_ids) for o in again for one in o.outputs)
     for one, other in zip(again, expected, strict=True):
@@ -169,7 +169,7 @@ def test_drafts_of_running_rows_and_of_history_change_nothing_that_a_caller_sees
 
 
 def assert_same_logprobs(found: Any, expected: Any) -> None:
-    """Equal keys, and values within the rounding of another batch."""
+    """Check that keys are equal, and values too up to the rounding of another batch."""
     assert (found is None) == (expected is None)
     for one, other in zip(found or [], expected or [], strict=True):
         assert (one or {}).keys() == (other or {}).keys()
@@ -178,7 +178,7 @@ def assert_same_logprobs(found: Any, expected: Any) -> None:
 
 
 def stop_in(text: str) -> str:
-    """Two letters in the middle of a text that do not stand before."""
+    """Return two letters from the middle of a text that do not occur earlier in it."""
     places = range(len(text) // 2, len(text) - 2)
     return next(text[i : i + 2] for i in places if text.index(text[i : i + 2]) == i)
 
@@ -212,7 +212,7 @@ def test_a_stop_string_ends_a_text_in_the_middle_of_an_accepted_draft(
     assert first_difference(again, expected) is None
     for one, other in zip(again, expected, strict=True):
         assert_same_logprobs(one.outputs[0].logprobs, other.outputs[0].logprobs)
-    # The worker had gone on after the stop.
+    # The worker had continued after the stop.
     assert num_sampled[0] > sum(len(tokens) for tokens, *_ in seen(again)) + NUM_PROMPTS
 
 
@@ -267,7 +267,7 @@ def test_rows_of_several_lora_adapters_in_one_batch_keep_their_tokens(
     ] * NUM_PROMPTS
     # Each prompt under the base model and under both adapters, which share its history.
     prompts = [ids for ids in contexts("adapters")[:NUM_PROMPTS] for _ in range(3)]
-    # One more than are used: on CPU, rows without an adapter get that of the last place (vllm #48421).
+    # One more than are used: on CPU, rows without an adapter get the one in the last place (vllm #48421).
     settings, params = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}, params_of(Case())
     expected = ask(make(folder, **settings), prompts, params, lora_request=adapters)
     tokens = [one[0] for one in seen(expected)]

@@ -1,4 +1,4 @@
-"""A rollout is put together from vLLM's steps. Needs no vLLM."""
+"""A rollout is assembled from vLLM's steps. Does not need vLLM."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,6 +1,7 @@
 """A server that drafts: 64 clients at once get the tokens of greedy decoding, and TRL trains with it.
 
-Slow, as its start takes a minute. Each test has its own: a history that others have filled drafts from the start.
+Slow, because a start takes a minute. Each test starts its own server: with a history that others have filled, it would
+draft from the start.
 """
 
 import json
@@ -38,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def prompts_and_answers(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Ask for 64 clients; every second answer is in the history."""
+    """Prompts and answers for 64 clients; every second answer is in the history."""
     prompts = np.random.default_rng(0).integers(2, VOCAB, (NUM_CLIENTS, PROMPT_SIZE)).tolist()
     answers = greedy(folder / "model", prompts, NUM_TOKENS)
     with HistoryStore(folder / "history") as store:
@@ -50,9 +51,9 @@ def prompts_and_answers(folder: Path) -> tuple[list[list[int]], list[list[int]]]
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[str]:
-    """The address of a server that is started as the documentation says, but for what CPUs need."""
+    """Yield the address of a server that is started as documented, plus what CPUs need."""
     plugins(folder / "plugins")
-    # vLLM's `/server_info` fails in an environment that uv made where no uv is found.
+    # vLLM's `/server_info` fails in an environment that uv made if uv is not on the path.
     uv = folder / "bin" / "uv"
     uv.parent.mkdir()
     uv.write_text("#!/bin/sh\n")
@@ -92,7 +93,7 @@ def test_64_clients_at_once_get_the_tokens_of_greedy_decoding(
 
 
 def update(client: Any, metadata: Any, named: Any) -> None:
-    """New weights by a file, in the place of NCCL."""
+    """Load new weights from a file instead of by NCCL."""
     from safetensors.torch import save_file
 
     folder = Path(os.environ["TREERING_TEST_WEIGHTS"])

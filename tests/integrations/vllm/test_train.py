@@ -29,7 +29,7 @@ SETTINGS = (
 
 
 def train(path: Path, *overrides: str) -> dict[str, Any]:
-    """The JSON summary of `treering train` in its own process: it imports numba before it starts vLLM."""
+    """Return the JSON summary of `treering train` in its own process, which imports numba before it starts vLLM."""
     process = started(path.parents[1], "train", str(path), *SETTINGS, *overrides, "--json")
     out, err = process.communicate()
     assert process.returncode == 0, err[-4000:]
@@ -53,7 +53,7 @@ def test_a_run_drafts_learns_and_resumes(tmp_path: Path) -> None:
         first = int(np.argmax(rollout.loss_mask))
         expected = logprobs_of(model, rollout.tokens[:first], rollout.tokens[first:])
         np.testing.assert_allclose(rollout.logprobs[first:], expected, atol=2e-5)
-    # The drafter inside vLLM has learnt, and its state is in the checkpoint.
+    # The checkpoint has the state of the drafter inside vLLM, which has learnt.
     saved = torch.load(last / STATE_FILE, weights_only=True)
     state = saved["loop"]["drafter"]
     assert any(bool(values.any()) for values in state.values())
@@ -63,7 +63,7 @@ def test_a_run_drafts_learns_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_worker_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL to a rollout worker with vLLM inside: every rollout is sampled and trained once, and vLLM ends too."""
+    """After SIGKILL to a worker with vLLM inside, every rollout is sampled and trained once, and vLLM ends too."""
     pytest.importorskip("ray")
     # Imported here: numba must not be loaded before the LLMs of other tests start in this process.
     from rich.console import Console
@@ -91,7 +91,7 @@ def test_a_killed_worker_costs_only_time(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def vllm_processes() -> set[int]:
-    """Processes that name themselves vLLM's."""
+    """Return processes whose name is vLLM's."""
     found = set()
     for folder in Path("/proc").iterdir():
         try:

@@ -1,6 +1,6 @@
 """TRL's vLLM with `share_prefixes`, with drafts and without: the same policy is sampled, the same loss trained.
 
-Three steps of GRPO in this process, weights updated after each, all prompts again in each.
+Three steps of GRPO in this process, with a weight update after each; every step has all prompts.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def test_each_step_samples_the_weights_of_its_step(run: Trained) -> None:
             given = np.array(call.answer[2][row])[:, 0]
             of = [logprobs_of(policy, call.prompts[row], call.completions[row]) for policy in policies]
             np.testing.assert_allclose(given, of[step], atol=1e-4)
-            # An update that drafts, or the cache of prompts, did not see would be this far away.
+            # A missed update, by drafts or the prefix cache, would differ this much.
             assert all(np.abs(given - of[other]).mean() > 0.02 for other in range(3) if other != step)
 
 
@@ -141,7 +141,7 @@ def test_gradients_and_loss_are_those_of_the_stock_trainer_on_the_same_rollouts(
         recorder = helpers.runs.Recorder()
         trainer.add_callback(recorder)
         if is_shared:
-            # TRL's head computes in float32 all the same, which the check takes for an error of float64.
+            # TRL's head still computes in float32, which the check would report as an error in float64.
             share_prefixes(trainer, verify_first=False)
         trainer.train()
         return recorder.gradients, [log["loss"] for log in trainer.state.log_history[:3]]

@@ -71,7 +71,7 @@ def test_64_of_64_rollouts_are_those_of_no_drafts(
         if not sampling:
             prompt = next(request.prompt for request in asked if request.key == key)
             np.testing.assert_allclose(rollout.logprobs, logprobs_of(plain.model, prompt, rollout.tokens), atol=2e-5)
-    # Drafts were verified, taken and refused.
+    # Drafts were verified, accepted and rejected.
     assert 100 < engine.stats.num_accepted < engine.stats.num_drafted
     assert engine.stats.tokens_per_forward > 1.2
 

@@ -1,4 +1,4 @@
-"""The checkpoint that vLLM loads holds each weight that the model computes with. Needs no vLLM."""
+"""The checkpoint that vLLM loads has each weight that the model computes with. Does not need vLLM."""
 
 import copy
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""TRL's GRPO trainer with vLLM on CPU: what its own plumbing does on devices only, and short runs of a tiny model.
+"""TRL's GRPO trainer with vLLM on CPU: replacements of its device-only steps, and short runs of a tiny model.
 
-On CPU vLLM packs weights for its kernels, so that they are loaded by `reload_weights` and not one by one, and the NCCL
-of server mode is not there. TRL passes neither a number format nor an eager mode to the LLM that it makes.
+On CPU vLLM packs weights for its kernels, so they are loaded by `reload_weights` and not one by one, and the NCCL of
+server mode is missing. TRL passes neither a number format nor an eager mode to the LLM that it makes.
 """
 
 import os
@@ -41,7 +41,7 @@ _LLM = {
 
 @contextmanager
 def trl_on_cpu() -> Iterator[None]:
-    """Inside, trainers are made with a vLLM on CPU, which samples rightly with drafts, and train with it."""
+    """Inside the block, trainers use a vLLM on CPU that samples correctly with drafts."""
     stock = vllm_generation.LLM
     with ExitStack() as stack:
         for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
@@ -55,14 +55,14 @@ def trl_on_cpu() -> Iterator[None]:
 
 
 def _sync_weights(generation: Any) -> None:
-    """TRL's colocated update, by the way that vLLM has on CPU."""
+    """Run TRL's colocated update by the method that vLLM has on CPU."""
     named = [(name, weight.detach().clone()) for name, weight in generation._iter_named_params()]
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named)})
     generation.llm.reset_prefix_cache()
 
 
 def save_model(folder: Path) -> Path:
-    """A policy that prefers few tokens, so that it says some things again."""
+    """Save a policy that prefers few tokens, so that it repeats itself."""
     model = build(tied=False)
     with torch.no_grad():
         model.lm_head.weight *= 3.0
@@ -81,7 +81,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What vLLM was asked and answered, and the policy that asked."""
+    """A call of vLLM: what was asked and answered, and the policy at that time."""
 
     policy: dict[str, torch.Tensor]
     prompts: list[list[int]]
@@ -94,7 +94,7 @@ class Call:
 
 @dataclass
 class Calls:
-    """Stands in a trainer's `VLLMGeneration`, and keeps each call of it."""
+    """Recorder that replaces a trainer's `VLLMGeneration` and keeps each call."""
 
     trainer: Any
     found: list[Call] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Calls:
 
 
 class Replayed:
-    """In the place of `VLLMGeneration`: the answers that another run got, each with the policy that it had."""
+    """Stand-in for `VLLMGeneration` that gives the answers of another run, each with the policy of that time."""
 
     def __init__(self, model: Any, calls: list[Call]) -> None:
         self._model, self._calls = model, iter(calls)
@@ -126,7 +126,7 @@ class Replayed:
 
 
 def make_trainer(model: Path, out: Path, *, calls: list[Call] | None = None, **options: Any) -> GRPOTrainer:
-    """A step an epoch: each prompt comes again in the next step.
+    """Make a trainer with a step an epoch, so that each prompt comes again in the next step.
 
     With the `calls` of another run no vLLM starts.
     """
@@ -150,7 +150,7 @@ def make_trainer(model: Path, out: Path, *, calls: list[Call] | None = None, **o
 
 
 def drafts_or_not(history: Path | None, max_draft: int) -> Any:
-    """`vllm_drafts` on a history, or nothing."""
+    """Return `vllm_drafts` on a history, or a context that does nothing."""
     from treering.integrations.trl import vllm_drafts
 
     return nullcontext() if history is None else vllm_drafts(history, max_draft=max_draft)

@@ -1,4 +1,4 @@
-"""A tiny model with its own tokenizer, for requests that are about text: grammars, choices, stop strings."""
+"""A tiny model with its own tokenizer, for requests about text: grammars, choices, stop strings."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ _TEXTS = [json.dumps(_OBJECT), "the sum of the tags", "none of them"] * 9
 
 
 def save_worded_model(folder: Path) -> None:
-    """Saves a model and a tokenizer whose tokens are printable characters and some longer pieces."""
+    """Save a model and a tokenizer whose tokens are printable characters and some longer pieces."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def save_worded_model(folder: Path) -> None:
 
 
 def save_lora(folder: Path, *, rank: int = 4, seed: int = 0) -> None:
-    """Saves an adapter of the attention's queries and values as PEFT does, large enough to change what is likeliest."""
+    """Save an adapter of queries and values as PEFT does, large enough to change the likeliest token."""
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)

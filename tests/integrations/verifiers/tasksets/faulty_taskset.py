@@ -1,4 +1,4 @@
-"""Tasks that raise, exit, hang or have a reward that is no number; the others answer once."""
+"""Tasks that raise, exit, hang or have a reward that is not a number; the others answer once."""
 
 import asyncio
 import math

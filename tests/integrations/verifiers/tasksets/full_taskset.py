@@ -1,4 +1,4 @@
-"""A turn, then a context of as many bytes; one that is too long ends the episode, as in the harnesses of verifiers."""
+"""A turn, then a context of many bytes; one that is too long ends the episode, as in verifiers' harnesses."""
 
 import httpx
 import verifiers.v1 as vf
@@ -30,5 +30,5 @@ class FullTask(vf.Task):
 
 class FullTaskset(vf.Taskset[FullTask, vf.TasksetConfig]):
     def load(self):
-        # With the markers of a chat, of 500 tokens at most, a context has 19 tokens more.
+        # The chat markers add 19 tokens to a context, and at most 500 fit.
         return [FullTask(vf.TaskData(name=str(size), prompt="a" * (size - 19))) for size in (499, 500, 501)]

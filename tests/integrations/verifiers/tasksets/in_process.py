@@ -1,4 +1,4 @@
-"""A harness that asks from the process of the environment, instead of launching a script."""
+"""A harness that samples from the environment's process, instead of launching a script."""
 
 import httpx
 import verifiers.v1 as vf
@@ -13,7 +13,7 @@ def client():
 
 
 class Chat:
-    """Asks for the next turn of a chat."""
+    """Chat that samples its next turn."""
 
     def __init__(self, ctx, endpoint, secret, tools=()):
         self.model, self.url, self.secret, self.tools = ctx.model, f"{endpoint}/chat/completions", secret, list(tools)
@@ -28,7 +28,7 @@ class Chat:
 
 
 class InProcess(vf.Harness[vf.HarnessConfig]):
-    """Runs `play(chat, data)` in this process."""
+    """Harness that runs `play(chat, data)` in this process."""
 
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False

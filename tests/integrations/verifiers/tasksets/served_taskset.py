@@ -1,4 +1,4 @@
-"""A task whose tools are a server, in a module that is on PYTHONPATH alone."""
+"""A task whose tools run in a server, from a module that is only on PYTHONPATH."""
 
 import verifiers.v1 as vf
 
