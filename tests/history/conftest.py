@@ -1,4 +1,4 @@
-"""Folders that several history tests start from."""
+"""Shared fixtures of the history tests."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.history.stores import data_files, large, write
 
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
-    """A folder with three data files, of which the middle one holds b and c alone."""
+    """Return a folder with three data files; the middle one holds only b and c."""
     write(tmp_path, {"a": large(1)}, {"b": large(3)[:160_000], "c": [4]}, {"d": [5, 6]})
     assert len(data_files(tmp_path)) == 3
     return tmp_path

@@ -1,4 +1,4 @@
-"""Builds recordings from lists, for tests of measurements on them."""
+"""Build recordings from lists, for tests that measure them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from treering.data import Renderer, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One rollout: the mask is that of the response, all sampled where it is not given."""
+    """One rollout; `mask` covers the response and defaults to all sampled."""
 
     task: str = "q"
     epoch: int = 0

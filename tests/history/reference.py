@@ -1,6 +1,6 @@
-"""Which drafts are allowed, in plain Python, by scanning every position of every text that a row may draft from.
+"""Define in plain Python which drafts are allowed, by scanning every position of every text a row may draft from.
 
-Also builders of stores and rows from lists.
+Also build stores and rows from lists.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from treering.history.types import DraftRows, Drafts
 MARKER = -1
 ALL_SOURCES = ("history", "siblings", "own", "others")
 LEAST_EDIT = 3
-"""Tokens that agree behind an edit before a place without a match counts."""
+"""Number of tokens that must agree before an edit for a place to count as a match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ def store_of(
     history: Mapping[Any, Mapping[int, Sequence[Sequence[int]]]],
     **options: int,
 ) -> HistoryStore:
-    """A store with prompt -> version -> rollouts, published."""
+    """Return a published store from prompt -> version -> rollouts."""
     store = HistoryStore(**options)
     for prompt_id, versions in history.items():
         for version, rollouts in versions.items():
@@ -46,7 +46,7 @@ def store_of(
 
 
 def simple(*rollouts: list[int], **options: Any) -> Drafter:
-    """Of one version of prompt "q"; drafts whatever it finds."""
+    """Return a drafter with one version of prompt "q" that drafts every match."""
     return Drafter(store_of({"q": {0: rollouts}}), **{"min_acceptance": 1e-6, **options})
 
 
@@ -57,7 +57,7 @@ def draft_rows(
     row_ids: Sequence[int] | None = None,
     leaders: Sequence[int] | None = None,
 ) -> DraftRows:
-    """The rows in one buffer whose unused columns hold garbage."""
+    """Put the rows into one buffer whose unused columns hold garbage."""
     width = max((len(row.context) for row in rows), default=0) + num_spare
     tokens = np.full((len(rows), width), 1, np.int32)
     for b, row in enumerate(rows):
@@ -75,7 +75,6 @@ def draft_rows(
 
 
 def drafted(drafts: Drafts) -> list[list[int]]:
-    """Each row's tokens."""
     return [drafts.tokens[a:b].tolist() for a, b in zip(drafts.offsets[:-1], drafts.offsets[1:], strict=True)]
 
 
@@ -84,13 +83,13 @@ def one_draft(drafter: Drafter, row: Row) -> list[int]:
 
 
 def first_tokens(drafts: Drafts, b: int = 0) -> set[int]:
-    """The tokens that a row's draft may begin with."""
+    """Return the tokens that a row's draft may begin with."""
     part = slice(drafts.offsets[b], drafts.offsets[b + 1])
     return set(drafts.tokens[part][drafts.parents[part] == -1].tolist())
 
 
 def likeliest_path(drafts: Drafts, b: int = 0) -> list[int]:
-    """The tokens that stand first in a row's draft, each behind the one before it."""
+    """Return the first path of a row's draft, which is its likeliest."""
     begin, end = drafts.offsets[b], drafts.offsets[b + 1]
     path = []
     for i in range(end - begin):
@@ -101,7 +100,6 @@ def likeliest_path(drafts: Drafts, b: int = 0) -> list[int]:
 
 
 def same_drafts(a: Drafts, b: Drafts) -> bool:
-    """Whether two drafts are equal bit by bit."""
     return all(
         getattr(a, name).tobytes() == getattr(b, name).tobytes()
         for name in ("tokens", "offsets", "parents", "acceptance")
@@ -109,7 +107,7 @@ def same_drafts(a: Drafts, b: Drafts) -> bool:
 
 
 def walk(drafts: Drafts, b: int, truth: Sequence[int]) -> tuple[int, int]:
-    """How many drafted tokens a rollout accepts that goes on with `truth`, and the number of the last one, or -1."""
+    """Return how many drafted tokens a rollout that continues with `truth` accepts, and the last one's index or -1."""
     begin, end = drafts.offsets[b], drafts.offsets[b + 1]
     leaf = -1
     for depth, token in enumerate(truth):
@@ -124,7 +122,7 @@ def walk(drafts: Drafts, b: int, truth: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """Every text that rows may draft from, and what may be drafted."""
+    """Every text that rows may draft from."""
 
     history: Mapping[Any, Mapping[int, Sequence[Sequence[int]]]]
     rows: Sequence[Row]
@@ -132,7 +130,7 @@ class Allowed:
     gone: Sequence[Row] = ()
 
     def check(self, drafts: Drafts, max_draft: int, least: float, *, is_chain: bool) -> None:
-        """Raises where a draft breaks a rule of `Drafts` or of `Drafter`."""
+        """Raise if a draft breaks a rule of `Drafts` or of `Drafter`."""
         assert [a.dtype for a in (drafts.tokens, drafts.offsets, drafts.parents, drafts.acceptance)] == [
             np.int32, np.int64, np.int32, np.float32,
         ]  # fmt: skip
@@ -145,7 +143,7 @@ class Allowed:
             assert 0 <= len(tokens) <= min(max_draft, row.max_drafts)
             self._check_shape(tokens, parents, acceptance, least, is_chain=is_chain)
             paths = [path_of(tokens, parents, i) for i in range(len(tokens))]
-            # Those that end a branch hold all others.
+            # The leaves' paths contain all other paths.
             for i in set(range(len(tokens))) - set(parents):
                 assert self.may_draft(b, paths[i]), (b, row, paths[i])
 
@@ -167,7 +165,7 @@ class Allowed:
                 assert acceptance[children[0]] == max(acceptance[i] for i in children)
 
     def may_draft(self, b: int, path: Sequence[int]) -> bool:
-        """Whether a path stands in a text of a source of row b, behind a place that ends as the row's context does."""
+        """Return whether `path` occurs in a text of row b's sources, after a place that ends like the row's context."""
         row = self.rows[b]
         for text, context in self._texts(b):
             for at in range(1, len(text) - len(path) + 1):
@@ -176,7 +174,7 @@ class Allowed:
         return self._may_follow_the_prompt(row, path)
 
     def _may_follow_the_prompt(self, row: Row, path: Sequence[int]) -> bool:
-        """In the prompt the whole context is looked for, not the rollout alone."""
+        """Search the prompt with the whole context, not only the rollout."""
         text = (MARKER, *row.prompt)
         return "own" in self.sources and any(
             list(text[at : at + len(path)]) == list(path) and _is_place(text[:at], (MARKER, *row.context))
@@ -184,7 +182,7 @@ class Allowed:
         )
 
     def _texts(self, b: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """Texts, each with the context as it is looked for there."""
+        """Yield each text with the context to search it with."""
         row = self.rows[b]
         context = (MARKER, *row.rollout)
         for prompt_id, versions in self.history.items():
@@ -201,7 +199,6 @@ class Allowed:
 
 
 def path_of(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
-    """The tokens from the root to a node."""
     path: list[int] = []
     while node >= 0:
         path.append(tokens[node])
@@ -210,7 +207,7 @@ def path_of(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[in
 
 
 def common_end(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many entries two texts have in common at their ends."""
+    """Return the length of the common suffix."""
     count = 0
     while count < min(len(a), len(b)) and a[-1 - count] == b[-1 - count]:
         count += 1
@@ -218,7 +215,7 @@ def common_end(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _is_place(before: Sequence[int], context: Sequence[int]) -> bool:
-    """Whether what stands before a place ends as the context does, or does so behind a token at either end or both."""
+    """Return whether `before` ends like the context, or does so before one edited token at either end or both."""
     behind_edit = max(
         common_end(before[:-1], context[:-1]), common_end(before, context[:-1]), common_end(before[:-1], context)
     )

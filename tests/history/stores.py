@@ -1,4 +1,4 @@
-"""Helpers for tests of stores and their folders: contents, equality, and folders written by publishes."""
+"""Helpers for tests of stores and their folders."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -24,12 +24,11 @@ ADDS = st.lists(
 
 
 def ids(*tokens: int) -> np.ndarray:
-    """Token ids."""
     return np.array(tokens, np.int32)
 
 
 def contents(store: HistoryStore | HistoryReader) -> dict[Any, dict[int, list[int]]]:
-    """Prompt -> version -> text."""
+    """Return prompt -> version -> text."""
     return {
         prompt: {version: text.tolist() for version, text in index.texts().items()}
         for prompt, index in store.snapshot.items()
@@ -37,20 +36,19 @@ def contents(store: HistoryStore | HistoryReader) -> dict[Any, dict[int, list[in
 
 
 def assert_equal_snapshots(a: HistoryStore, b: HistoryStore | HistoryReader) -> None:
-    """The same prompts in the same order, array for array."""
+    """Check that prompts, their order and their arrays are equal."""
     assert list(a.snapshot) == list(b.snapshot)
     for prompt_id in a.snapshot:
         assert_equal_indexes(a.snapshot[prompt_id], b.snapshot[prompt_id])
 
 
 def assert_equal_indexes(a: PromptIndex, b: PromptIndex) -> None:
-    """Array for array."""
     for name in ARRAYS:
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
 
 
 def write(folder: Path, *publishes: dict[str, list[int]], **options: int) -> HistoryStore:
-    """A closed store in the folder; publish number i adds one rollout of version i per prompt."""
+    """Return a closed store on the folder; publish i adds one rollout of version i per prompt."""
     with HistoryStore(folder, **options) as store:
         for version, rollouts in enumerate(publishes):
             for prompt_id, tokens in rollouts.items():
@@ -60,27 +58,27 @@ def write(folder: Path, *publishes: dict[str, list[int]], **options: int) -> His
 
 
 def reopened(folder: Path, **options: int) -> HistoryStore:
-    """A closed store that has read a folder, and looked at all of it."""
+    """Return a closed store that has read the whole folder."""
     with HistoryStore(folder, **options) as store:
         contents(store)
     return store
 
 
 def names_in(folder: Path) -> list[str]:
-    """All but hidden files."""
+    """Return the names of all files that are not hidden."""
     return sorted(file.name for file in folder.glob("[!.]*"))
 
 
 def data_files(folder: Path) -> list[Path]:
-    """In the order in which they were written."""
+    """Return the data files, oldest first."""
     return sorted(folder.glob("history-*.bin"))
 
 
 def num_bytes_on_disk(folder: Path) -> int:
-    """Of all data files, headers included."""
+    """Return the size of all data files, headers included."""
     return sum(file.stat().st_size for file in data_files(folder))
 
 
 def large(start: int) -> list[int]:
-    """A rollout after which a file is not merged for being small: 1.6 MB with its index."""
+    """Return a rollout large enough that its file is not merged: 1.6 MB with its index."""
     return [start] * 200_000

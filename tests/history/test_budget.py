@@ -105,7 +105,7 @@ CURVES = st.lists(
 
 
 def curve_of(entries: list[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ascending sizes; seconds rise by the second numbers."""
+    """Return sizes and seconds; each entry is a size and the rise of the seconds."""
     return np.array([n for n, _ in entries], np.int64), 0.5 + np.cumsum([rise for _, rise in entries])
 
 
@@ -171,7 +171,7 @@ def test_the_dearer_tokens_are_the_fewer_are_drafted_and_never_an_unlikely_one_b
         sizes.append(len(chances))
         if 0 < len(chances) < sizes[0]:
             every = sorted(chances_of(with_costs(FREE).propose(draft_rows(ROWS))), reverse=True)
-            # Equal up to the width of a bin at the edge.
+            # Equal up to the width of the bin at the edge.
             assert min(chances) >= every[len(chances) - 1] * np.exp(-1 / 14) * (1 - 1e-4)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[2] > sizes[-1] == 0
@@ -194,7 +194,7 @@ def test_without_costs_the_setting_decides_again() -> None:
 
 
 def tries(drafter: Drafter, num_steps: int, *, is_right: bool) -> list[int]:
-    """The steps that make drafts, of which all come true or none."""
+    """Return the steps that make drafts; all or none of their tokens are accepted."""
     steps = []
     for step in range(num_steps):
         rows = draft_rows(ROWS)
@@ -215,7 +215,7 @@ def test_a_drafter_that_gains_nothing_rests_and_one_that_gains_does_not() -> Non
 
 
 def test_a_drafter_that_goes_on_from_a_state_knows_that_drafts_have_lost() -> None:
-    """It looks at once, whatever was; where it loses, it looks again behind 16 steps and not behind 1, 4 and 16."""
+    """It looks at once, but if that loses it looks again only after 16 steps, not after 1, 4 and 16."""
     costs = costs_of([1, 101], [1e-3, 4e-3])
     drafter, resumed = with_costs(costs), with_costs(None)
     for num_tries in (2, 1):
@@ -224,13 +224,13 @@ def test_a_drafter_that_goes_on_from_a_state_knows_that_drafts_have_lost() -> No
         resumed.use_costs(costs)
         drafter.load_state(state)
         for each in (drafter, resumed):
-            # What is learnt of the tokens would soon leave nothing to be tried.
+            # Reset the weights: learning from the losses would soon leave nothing to try.
             each._acceptance.weights[:] = with_costs(costs)._acceptance.weights
             assert tries(each, 6, is_right=False) == [0, 2][:num_tries]
 
 
 def losing(rest: Backoff, seconds_drafted: float = 2.2e-3) -> int:
-    """Steps without drafts that follow a step that accepts nothing, where one without drafts takes a millisecond."""
+    """Return how many steps rest after one that accepts nothing; a step without drafts takes a millisecond."""
     rest.note(8, 40, 0, 1e-3, seconds_drafted)
     num_steps = 0
     while not rest.is_due():
@@ -261,10 +261,10 @@ def test_a_gain_between_losses_shortens_the_next_rest_to_a_quarter(num_gains: in
     rest = Backoff()
     assert [losing(rest) for _ in range(4)] == [1, 4, 16, 64]
     for _ in range(num_gains):
-        # So much that what was lost is made up for at once.
+        # Gain enough to make up for all losses at once.
         rest.note(8, 40, 4000, 1e-3, 1e-3)
         assert rest.is_due()
-    # And so little that all of it is lost again.
+    # Lose all of it again.
     assert losing(rest, 10.0) == length
 
 
@@ -276,7 +276,7 @@ def test_news_shorten_a_rest_to_what_makes_the_loss_two_percent_of_it(num_gone: 
     rest.note(8, 40, 0, 1e-3, 1e-3)
     assert not any(rest.is_due() for _ in range(num_gone))
     for _ in range(2):
-        # News that come again change nothing more.
+        # Repeated news change nothing more.
         rest.note_news()
     assert [rest.is_due() for _ in range(num_left + 1)] == [False] * num_left + [True]
     assert losing(rest, 1e-3) > 16, "where it loses again, the next rest is as long as it was"
@@ -294,7 +294,7 @@ def test_a_drafter_that_rests_looks_soon_where_its_store_publishes() -> None:
     store.publish()
     assert not all(drafter.is_backing_off() for _ in range(19))
     assert all(calm.is_backing_off() for _ in range(19))
-    # News are new once: the look is followed by a rest as long as any.
+    # News count once: if the look loses, the next rest is as long as any.
     tries(drafter, 1, is_right=False)
     assert all(drafter.is_backing_off() for _ in range(30))
 
@@ -321,7 +321,8 @@ def test_what_lost_before_and_loses_again_is_tried_twice_and_what_gains_now_is_d
 
 @pytest.mark.parametrize(
     ("seconds_drafted", "lengths"),
-    # 250 us are half a percent of 50 steps of 1 ms, 20 us of 4, and 1 us of less than one: a rest is a step at least.
+    # 250 us are half a percent of 50 steps of 1 ms, 20 us of 4, and 1 us of less than one; a rest has at least one
+    # step.
     [(1.25e-3, [1, 4, 16, 50, 50]), (1.02e-3, [1, 4, 4, 4]), (1.001e-3, [1, 1, 1])],
 )
 def test_what_is_lost_is_half_a_percent_of_the_rest_behind_it(seconds_drafted: float, lengths: list[int]) -> None:
@@ -331,7 +332,7 @@ def test_what_is_lost_is_half_a_percent_of_the_rest_behind_it(seconds_drafted: f
 
 @pytest.mark.parametrize(
     ("seconds", "lengths"),
-    # 50 us and 5 us a row, 90 us here, are half a percent of 30 steps of 0.6 ms, of 4.5 of 4 ms, and of 0.9 of 20 ms.
+    # 50 us and 5 us per row, here 90 us, are half a percent of 30 steps of 0.6 ms, 4.5 of 4 ms and 0.9 of 20 ms.
     [
         (0.6e-3 - 1e-9, [1, 4, 16, 30, 30]),
         (4e-3, [1, 4, 4, 4]),

@@ -1,4 +1,4 @@
-"""The lookup tables give what their docstrings say."""
+"""The lookup tables agree with their docstrings."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ LASTS = {
     "near_bucket": (0, 2, 4),
     "count_bucket": (1, 2, 4),
 }
-"""The last number of each bucket but the last one."""
+"""Upper end of each bucket except the last."""
 
 
 def python(name: str) -> Callable[..., Any]:
@@ -37,6 +37,7 @@ def test_shifts_to_either_side_share_a_bucket_and_bucket_0_is_left_free() -> Non
 
 
 def test_the_logistic_is_looked_up_to_the_error_of_a_straight_line() -> None:
-    # Between two values h apart it is h**2 / 8 times the second derivative, which is no greater than the value.
+    # Linear interpolation over a step h errs by h**2 / 8 times the second derivative, which is at most the value
+    # itself.
     for logit in np.linspace(-12, 12, 5001):
         assert python("squash")(logit) == pytest.approx(1 / (1 + math.exp(-logit)), rel=1 / (8 * 64**2) + 1e-12)

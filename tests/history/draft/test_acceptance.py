@@ -1,4 +1,4 @@
-"""Estimates follow what the engine accepted, and come true."""
+"""Acceptance estimates follow what the engine accepted and are calibrated."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ STOP = 9
 
 @njit
 def estimate_of(weights: np.ndarray, shares: np.ndarray, features: np.ndarray) -> float:
-    """The compiled estimate, called from a compiled function as it is made for."""
+    """Call the compiled `estimate` from compiled code, the only way it supports."""
     return float(estimate(weights, shares, features))
 
 
@@ -57,7 +57,7 @@ def drafter_of(*rollouts: list[int], **options: Any) -> Drafter:
 
 
 def observe(drafter: Drafter, truth: tuple[int, ...], *, row: Row = ROW, ended: bool = False) -> list[float]:
-    """The estimates before an observation of what the row went on with."""
+    """Draft for `row`, observe that it continued with `truth`, and return the estimates made before that."""
     rows = draft_rows([row])
     drafts = drafter.propose(rows)
     accepted, leaf = walk(drafts, 0, truth)
@@ -74,7 +74,7 @@ def test_estimates_rise_with_acceptance_fall_with_refusal_and_recover() -> None:
     rising = [observe(drafter, (2, 3, 4))[0] for _ in range(30)]
     falling = [observe(drafter, (7,))[0] for _ in range(60)]
     again = [observe(drafter, (2, 3, 4))[0] for _ in range(60)]
-    # The first step of a phase is still that of the phase before; a later row differs by what came of the one before.
+    # Skip two steps: the first still follows the earlier phase, and the row after it has another draft outcome.
     for estimates, sign in ((rising[2:], 1), (falling[2:], -1), (again[2:], 1)):
         assert (sign * np.diff(estimates) > 0).all()
     assert rising[-1] > 0.95
@@ -83,14 +83,14 @@ def test_estimates_rise_with_acceptance_fall_with_refusal_and_recover() -> None:
 
 
 def plain_model() -> tuple[np.ndarray, np.ndarray]:
-    """Weights that are 0 but for a scale of 1, and the squares that they begin with."""
+    """Return weights of 0 with a scale of 1, and the initial sums of squares."""
     weights, squares = np.zeros(NUM_TRAINED), np.full(NUM_TRAINED, 4.0)
     weights[SCALE], squares[SCALE], squares[OFFSET] = 1, 100, 100
     return weights, squares
 
 
 def one_observation(was_accepted: int, *, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and squares after a candidate with shares 0.5 each and the first feature of each kind."""
+    """Return weights and squares after one candidate with shares of 0.5 and the first feature of each kind."""
     weights, squares = plain_model()
     weights[SCALE], weights[NUM_VOTES] = scale, 2.0
     reliability = np.zeros((20, 3))
@@ -108,11 +108,11 @@ def one_observation(was_accepted: int, *, scale: float = 1.0) -> tuple[np.ndarra
 @pytest.mark.parametrize("was_accepted", [0, 1])
 def test_a_weight_moves_by_the_models_error_less_the_more_it_has_moved(was_accepted: int, scale: float) -> None:
     weights, squares = one_observation(was_accepted, scale=scale)
-    # The bias is 2, all other weights are 0; what the scale makes of the logit is not the model's error.
+    # The bias is 2 and all other weights are 0. The scale does not count as an error of the model.
     error = was_accepted - 1 / (1 + math.exp(-2))
     touched, rates = list(FIRST), np.where(np.arange(NUM_KINDS) < NUM_GENERAL_KINDS, 0.15, 0.4)
     moved = weights[touched] - np.eye(NUM_KINDS)[0] * 2
-    # Beside a weight of 2, a float32 keeps a step of 0.05 to five digits.
+    # Added to a weight of 2, a step of 0.05 keeps about five digits in float32.
     np.testing.assert_allclose(moved, rates * error / math.sqrt(4 + error**2), rtol=1e-4)
     np.testing.assert_allclose(squares[touched], 4 + error**2, rtol=1e-6)
     np.testing.assert_allclose(weights[:NUM_VOTES], 0.02 * error / 2 / math.sqrt(4 + error**2 / 4), rtol=1e-6)
@@ -123,7 +123,7 @@ def test_a_weight_moves_by_the_models_error_less_the_more_it_has_moved(was_accep
 @pytest.mark.parametrize("was_accepted", [0, 1])
 def test_scale_and_offset_move_by_the_error_of_the_estimate(was_accepted: int) -> None:
     weights, squares = one_observation(was_accepted, scale=0.5)
-    # A logit of 2 is estimated as the logistic of 0.5 * 2.
+    # A logit of 2 and a scale of 0.5 give the logistic of 1.
     error = was_accepted - 1 / (1 + math.exp(-1))
     np.testing.assert_allclose(weights[SCALE] - 0.5, 0.3 * 2 * error / math.sqrt(100 + (2 * error) ** 2), rtol=1e-5)
     np.testing.assert_allclose(weights[OFFSET], 0.3 * error / math.sqrt(100 + error**2), rtol=1e-6)
@@ -137,7 +137,7 @@ def test_an_estimate_is_the_logistic_of_the_scaled_sum_of_shares_and_features() 
     features = (np.array(FIRST) + rng.integers(0, SIZES)).astype(np.int32)
     logit = weights[:NUM_VOTES] @ shares.astype(float) + weights[features].sum()
     expected = 1 / (1 + math.exp(-(weights[SCALE] * logit + weights[OFFSET])))
-    # A straight line between 64 values of the logistic for each 1 of a logit.
+    # The table holds 64 values per unit of logit and is interpolated linearly.
     assert estimate_of(weights, shares, features) == pytest.approx(expected, rel=1 / (8 * 64**2))
     weights[SCALE] = 1
     for sign in (-1, 1):
@@ -183,14 +183,14 @@ def test_estimates_come_true_on_a_source_of_known_acceptance(has_prior: bool) ->
     observe_steps(250, 0.7)
     table = drafter.state()["reliability"] - before
     bins = tuple(ReliabilityBin(num_drafted=int(n), estimate=s / n, accepted=a / n) for n, s, a in table if n > 0)
-    # Of n tokens in a bin the share accepted strays by sqrt(0.21 / n) from 0.7; three times that, and what AdaGrad
-    # on 20 weights at once wavers, once scaled, is far less than 0.05 of these 4,000.
+    # The accepted share of n tokens in a bin deviates from 0.7 by about sqrt(0.21 / n). Three times that, plus the
+    # noise of AdaGrad on 20 weights, stays far below 0.05 for 4,000 tokens.
     assert sum(item.num_drafted for item in bins) > 4000
     assert calibration_error(bins) < 0.05
 
 
 def test_nothing_comes_behind_a_stop_token_once_that_was_seen() -> None:
-    # Old rollouts that went on behind a stop token; new ones end there, and that is no cut-off.
+    # Old rollouts continue after a stop token; new ones end there, which does not count as a cut-off.
     rng = np.random.default_rng(0)
     texts = {
         p: [*rng.permutation(np.arange(100, 5000))[:20].tolist(), STOP, *rng.integers(10, 60, 20).tolist()]
@@ -212,7 +212,7 @@ def test_nothing_comes_behind_a_stop_token_once_that_was_seen() -> None:
 
     numbers = behind_stop(range(90))
     assert numbers[0] > 5
-    # What is left is the one token whose estimate is about the least that is drafted.
+    # At most one token is left, with an estimate close to the minimum for drafting.
     assert set(numbers[30:]) <= {0, 1}
 
 
@@ -225,7 +225,7 @@ def test_the_error_weighs_bins_by_their_tokens() -> None:
 
 
 def first_estimates(history: Any, rollout: tuple[int, ...]) -> dict[int, float]:
-    """The estimate of each token that a draft may begin with, before anything was learnt."""
+    """Return the estimate of each possible first token, before any learning."""
     drafts = drafter_of(*history).propose(draft_rows([Row(rollout=rollout)]))
     is_first = drafts.parents == -1
     return dict(zip(drafts.tokens[is_first].tolist(), drafts.acceptance[is_first].tolist(), strict=True))
@@ -241,7 +241,7 @@ def test_longer_matches_of_more_rollouts_that_agree_are_surer() -> None:
     longer = [first_estimates([[7, *range(20), 50]], (8, *range(20 - n, 20)))[50] for n in (1, 3, 12)]
     assert longer == sorted(longer)
     assert longer[0] < 0.5 < longer[-1]
-    # Each rollout agrees in one token with the row.
+    # Each rollout shares one token with the row.
     more = [first_estimates([[20 + k, 1, 2] for k in range(n)], (8, 1))[2] for n in (1, 2, 8)]
     assert more == sorted(more)
     split = first_estimates([[20, 1, 2], [21, 1, 2], [22, 1, 3], [23, 1, 4]], (8, 1))
@@ -253,7 +253,7 @@ TRIPLES = [(30, 7, 6), (31, 30, 7), (32, 31, 30), (33, 32, 31)]
 
 
 def weights_of(token: int, before: int, earlier: int) -> dict[str, int]:
-    """The weights that are the token's behind the two others."""
+    """Return the index of each weight of `token` after the tokens `earlier`, `before`."""
     return {
         "behind one": FIRST.before + before % NUM_HASHES,
         "token": FIRST.token + token % NUM_HASHES,
@@ -281,7 +281,7 @@ UNKNOWN = -2
 def marked(
     drafts: Sequence[Sequence[int]], accepted: Sequence[int], leaves: Sequence[int], was_cut: Sequence[bool]
 ) -> tuple[list[list[int]], list[int]]:
-    """For each row, given by its parents, what became of its tokens and of its draft; 9 where nothing is written."""
+    """Return the outcome of each row's tokens and of its draft; 9 where nothing is written."""
     offsets, num = np.cumsum([0, *map(len, drafts)]), len(drafts)
     was_accepted, states = np.full(offsets[-1], 9, np.int8), RowStates(*np.full((3, num), 9, np.int64))
     parents = np.array([parent for row in drafts for parent in row], np.int32)
@@ -289,7 +289,7 @@ def marked(
         offsets, parents, np.array(accepted, np.int64), np.array(leaves, np.int64), False, np.array(was_cut, np.bool_),
         was_accepted, states, np.arange(num),
     )  # fmt: skip
-    # A context of 9 tokens has the accepted ones then, and the one sampled after them.
+    # The context had 9 tokens and grows by the accepted ones and the one sampled after them.
     expected = [9 + count + 1 if row else 9 for row, count in zip(drafts, accepted, strict=True)]
     assert states.num_expected.tolist() == expected
     return [was_accepted[a:b].tolist() for a, b in pairwise(offsets)], states.state.tolist()
@@ -297,7 +297,7 @@ def marked(
 
 CHAIN = [-1, 0, 1]
 TREE = [-1, 0, 1, 0, -1, 4]
-"""0 and 4 behind the context; 1 and 3 behind 0; 2 behind 1; 5 behind 4."""
+"""Tokens 0 and 4 follow the context, 1 and 3 follow 0, 2 follows 1, 5 follows 4."""
 
 
 @pytest.mark.parametrize("was_cut", [False, True])
@@ -309,12 +309,12 @@ def test_a_chain_needs_no_leaf(accepted: int, was_cut: bool) -> None:
 @pytest.mark.parametrize(
     ("parents", "accepted", "expected", "state"),
     [
-        # None accepted: no choice is open.
+        # Nothing was accepted, so every first token was refused.
         (TREE, 0, [0, -1, -1, -1, 0, -1], REFUSED),
-        # Which of 0 and 4 was accepted is not known, and nothing below either.
+        # Without a leaf, the outcome of 0 and 4 and of everything below them is unknown.
         (TREE, 1, [-1, -1, -1, -1, -1, -1], NOT_TRIED),
         (TREE, 2, [-1, -1, -1, -1, -1, -1], NOT_TRIED),
-        # A trunk of two tokens before it branches.
+        # A trunk of two tokens, then two branches.
         ([-1, 0, 1, 1], 1, [1, 0, -1, -1], REFUSED),
         ([-1, 0, 1, 1], 2, [1, 1, 0, 0], REFUSED),
         ([-1, 0, 1, 1], 3, [1, 1, -1, -1], NOT_TRIED),
@@ -362,7 +362,7 @@ def observing_drafter(costs: VerifyCosts | None = LOSING) -> Drafter:
 
 
 def resting() -> tuple[Drafter, DraftRows]:
-    """A drafter that rests because its drafts gained nothing, and the rows of its latest call."""
+    """Return a drafter that rests because its drafts gained nothing, and the rows of its latest call."""
     drafter = observing_drafter()
     rows = draft_rows(OBSERVED_ROWS)
     assert drafter.propose(rows).tokens.size > 0
@@ -386,7 +386,7 @@ def test_observing_drafts_without_tokens_changes_nothing(costs: VerifyCosts | No
     always, seldom = observing_drafter(costs), observing_drafter(costs)
     rng, num_empty = np.random.default_rng(0), 0
     for step in range(300):
-        # Known and unknown contexts, right drafts and later wrong ones: steps draft, find nothing, and rest.
+        # Mix known and unknown contexts, and right and later wrong drafts, so that steps draft, find nothing, and rest.
         is_known = rng.random() < 0.7
         rows = draft_rows([Row(rollout=(1 if is_known else 77,), group=b) for b in range(4)])
         drafts = always.propose(rows)

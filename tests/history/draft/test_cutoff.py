@@ -1,4 +1,4 @@
-"""Which tokens a drafter drafts where passes and drafting have a price, and what it tries all the same."""
+"""The drafter chooses tokens by the cost of passes and drafting, and still probes tokens that look unlikely."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,13 +18,13 @@ from treering.history.draft.kernel import BINS, ROWS_PER_PROBE, Output, cut
 from treering.history.features import FIRST, NO_DRAFT, NUM_KINDS, NUM_SOURCES, NUM_VOTES
 from treering.history.types import DraftRows, Drafts
 
-# A second for a pass of one token and 0.1 s for each further one.
+# A pass takes 1 s for one token and 0.1 s for each further token.
 SIZES, SECONDS = np.array([1, 101]), np.array([1.0, 11.0])
 DEAR = VerifyCosts(num_tokens=np.array([1, 1000]), seconds=np.array([1.0, 1000.0]))
 
 
 def cut_row(paths: list[float], *, probes: list[float] | None = None) -> tuple[float, list[int]]:
-    """The cutoff and what stays, by number, of a row with independent tokens, and of rows that are probed."""
+    """Cut one row of independent tokens, plus one probing row per probe; return the cutoff and the kept indices."""
     chances = np.array([*paths, *(probes or [])])
     num = chances.size
     num_rows = 1 + len(probes or [])
@@ -45,13 +45,13 @@ def cut_row(paths: list[float], *, probes: list[float] | None = None) -> tuple[f
 @pytest.mark.parametrize(
     ("paths", "probes", "cutoff", "stay"),
     [
-        # (1 + 0.9) / 1.1 tokens a second beat 1 and (1 + 0.95) / 1.2.
+        # (1 + 0.9) / 1.1 tokens per second beat 1 and (1 + 0.95) / 1.2.
         ([0.9, 0.05], [], 0.9, [0]),
         ([0.05, 0.9, 0.8], [], 0.8, [1, 2]),
-        # All pays, or nothing does: neither says from where on.
+        # If every token pays or none does, there is no cutoff to learn.
         ([0.9], [], 0.0, [0]),
         ([0.05], [], 0.0, []),
-        # With two rows 3.89 / 1.3 beat 2 / 1.1, 2.99 / 1.2 and 3.94 / 1.4.
+        # With two rows, 3.89 / 1.3 beats 2 / 1.1, 2.99 / 1.2 and 3.94 / 1.4.
         ([0.9, 0.05], [0.99], 0.9, [0, 2]),
         ([0.9], [0.99], 0.0, [0, 1]),
         ([0.05], [0.99], 0.0, [1]),
@@ -102,7 +102,7 @@ def test_a_row_whose_tokens_were_all_taken_out_is_one_without_a_draft_at_its_nex
     assert [len(tokens) > 0 for tokens in drafted(drafts)] == [True, False]
     accepted, leaf = walk(drafts, 0, range(105, 130))
     drafter.observe(first, np.array([accepted, 0]), None, np.array([leaf, -1]))
-    # What the weight makes sure is the first token of a row that had no draft at the step before.
+    # The changed weight favours the first token of a row that had no draft at the previous step.
     assert likeliest_path(drafter.propose(rows(5 + accepted + 1, 6)), 1)[:1] == [206]
 
 
@@ -111,7 +111,7 @@ def test_a_probe_that_did_not_pay_is_still_due() -> None:
     rows = draft_rows([KNOWN])
     for _ in range(ROWS_PER_PROBE):
         assert drafter.propose(rows).tokens.size == 0
-    # A drafted token takes as long as a step of its own, be it ever so sure.
+    # A drafted token costs as much as a step, so even a certain one does not pay.
     drafter.use_costs(DEAR)
     assert drafter.propose(rows).tokens.size == 0
     drafter.use_costs(CHEAP)
@@ -128,7 +128,8 @@ def test_what_is_looked_at_follows_what_paid_up_and_down() -> None:
     for cutoff in (0.9, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.9):
         spending.note_drafts(1, 1, cutoff, 1)
         leasts.append(spending.leasts[0])
-    # Half of 0.1, 0.5, 0.7 and so on: each time half way to what paid, and never below 0.02.
+    # The threshold is half of a mean that starts at 0.1 and moves half way to each cutoff: half of 0.5, 0.7 and so on,
+    # but at least 0.02.
     assert leasts == pytest.approx([0.25, 0.35, 0.175, 0.0875, 0.04375, 0.021875, 0.02, 0.5 * (0.021875 / 2 + 0.45)])
 
 
@@ -137,7 +138,7 @@ CHEAP = VerifyCosts(num_tokens=np.array([1, 1000]), seconds=np.array([1.0, 1.001
 
 
 def hopeless_drafter(*, has_costs: bool = False) -> Drafter:
-    """Its places look as if one in 100,000 tokens were accepted."""
+    """Return a drafter that estimates its matches at about one accepted token in 100,000."""
     drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4]] * 2}}), min_acceptance=0.1)
     if has_costs:
         drafter.use_costs(CHEAP)
@@ -148,7 +149,7 @@ def hopeless_drafter(*, has_costs: bool = False) -> Drafter:
 
 
 def sizes_of(drafter: Drafter, rows: list[Row], num_steps: int) -> list[int]:
-    """Drafted tokens of every row, step after step."""
+    """Return the number of drafted tokens of every row, step by step."""
     return [len(tokens) for _ in range(num_steps) for tokens in drafted(drafter.propose(draft_rows(rows)))]
 
 
@@ -189,7 +190,7 @@ def test_rows_without_places_do_not_count_and_get_nothing() -> None:
 
 
 def test_a_token_that_is_tried_is_verified_where_drafts_have_a_price() -> None:
-    # Between two looks a drafter with costs that finds nothing rests; what it verifies then is the one token.
+    # A drafter with costs rests between two looks and then verifies only the probed token.
     sizes = sizes_of(hopeless_drafter(has_costs=True), [KNOWN] * 5, 400)
     assert set(sizes) == {0, 1}
 
@@ -210,7 +211,7 @@ def test_a_source_that_was_given_up_is_drafted_from_again_once_it_comes_true() -
 
     failing = [num_drafted(step, is_right=False) for step in range(600)]
     assert failing[0] > 3
-    # Given up: of 65 rows one gets one token.
+    # The source is given up: only one of 65 rows gets a token.
     assert sum(failing[-130:]) == 2
     working = [num_drafted(step, is_right=True) for step in range(3000)]
     assert np.mean(working[-50:]) > 3
@@ -246,7 +247,7 @@ def costs_of(
 
 
 def texts_of(prompt: int) -> list[list[int]]:
-    """Rollouts of a prompt that part from the first one here and there."""
+    """Return rollouts of a prompt that increasingly differ from the first one."""
     rng = np.random.default_rng(prompt)
     text = rng.permutation(5000)[:40]
     return [np.where(rng.random(40) < 0.15 * k, rng.integers(0, 5000, 40), text).tolist() for k in range(4)]
@@ -263,7 +264,7 @@ def drafter_of(costs: VerifyCosts | None, **options: Any) -> Drafter:
 
 
 def num_drafting(costs: VerifyCosts, num_steps: int) -> int:
-    """Steps with drafts, all of which come true."""
+    """Return the number of steps with drafts when every draft is right."""
     drafter, count = drafter_of(costs), 0
     for _ in range(num_steps):
         rows = draft_rows(ROWS)
@@ -279,7 +280,8 @@ def num_drafting(costs: VerifyCosts, num_steps: int) -> int:
 
 def test_a_drafter_whose_price_exceeds_its_gain_rests_however_right_it_is() -> None:
     assert num_drafting(costs_of(FREE), 100) == 100
-    # A step without drafts takes 1.7 s and gains 8 tokens; with them it gains 328 at most, in a hundred such steps.
+    # A step without drafts takes 1.7 s and gains 8 tokens. With drafts it gains at most 328 and takes more than a
+    # hundred times as long.
     for name in ("look", "row", "grown", "learn"):
         assert 1 <= num_drafting(costs_of(DraftPrices(**{name: 200.0})), 100) < 20, name
 
@@ -293,7 +295,7 @@ def test_the_dearer_a_token_is_the_fewer_are_drafted(name: str) -> None:
 
 
 def gain_of(drafts: Drafts) -> float:
-    """Expected tokens of a step with these drafts."""
+    """Return the expected number of tokens of a step with these drafts."""
     gain = float(len(ROWS))
     for b in range(len(ROWS)):
         chances: list[float] = []
@@ -351,11 +353,12 @@ def test_a_steps_costs_are_its_pass_and_the_price_of_each_drafted_token(
 
 
 def test_resting_counts_what_was_found_and_not_only_what_was_drafted() -> None:
-    # Looking 1 s, a token found 0.5 s, learning 2 s, a drafted token 0.25 s: 1 + 15 + 2 + 5 s for 30 found, 20 drafted.
+    # For 30 found and 20 drafted tokens: 1 s to look, 15 s for the found ones, 2 s to learn, 5 s for the drafted ones.
     prices = DraftPrices(look=1.0, row=0.0, grown=0.5, learn=2.0, drafted=0.25)
     for num_grown, is_due in ((30, True), (31, False)):
         rest = Backoff(prices)
-        # 8 tokens in 40 s, or 16 in 80 s: the pass with drafts takes 57 of these.
+        # Without drafts 8 tokens take 40 s, so 16 take 80 s. The pass with drafts takes 57 s of these and drafting 23
+        # s.
         rest.note(8, 20, 8, 40.0, 57.0, num_grown)
         assert rest.is_due() == is_due
 

@@ -1,4 +1,4 @@
-"""Drafts are trees of continuations that a source holds; a drafter refuses what it cannot draft for."""
+"""Drafts are trees of continuations found in a source; the drafter refuses rows that it cannot draft for."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ ROWS = st.lists(
     ),
     max_size=5,
 ).map(lambda rows: [replace(row, prompt=rows[row.group % len(rows)].prompt) for row in rows])
-"""Rows of a group share their prompt, or nearly so."""
+"""Rows of a group mostly share their prompt."""
 SOME_SOURCES = st.sets(st.sampled_from(ALL_SOURCES), min_size=1).map(lambda names: tuple(sorted(names)))
 
 
@@ -85,7 +85,7 @@ def test_drafts_stay_allowed_while_rollouts_grow_and_estimates_move(
 
 
 def sure(drafter: Drafter) -> Drafter:
-    """The same, estimating far higher: only limits end its drafts."""
+    """Raise the drafter's estimates so that only limits end its drafts."""
     state = drafter.state()
     state["weights"][FIRST.any] += 8
     drafter.load_state(state)
@@ -126,7 +126,7 @@ def test_a_draft_holds_no_more_than_either_limit() -> None:
 
 
 def reached(drafts: Drafts) -> list[float]:
-    """What each token of one row is reached and accepted with, likeliest first."""
+    """Return the probability of accepting each token's whole path, highest first."""
     chances: list[float] = []
     for parent, value in zip(drafts.parents.tolist(), drafts.acceptance.tolist(), strict=True):
         chances.append(value * (chances[parent] if parent >= 0 else 1.0))
@@ -232,7 +232,7 @@ def test_observe_belongs_to_the_latest_propose() -> None:
         (np.array([1.0]), None, None, "got float64"),
         (np.array([1]), np.array([True, False]), None, r"bool of shape \(2,\)"),
         (np.array([1]), None, np.array([0, 0]), r"int64 of shape \(2,\)"),
-        # Numbers 0 and 1 are the path 2 3, number 2 is 4.
+        # Tokens 0 and 1 form the path 2, 3; token 2 is the branch 4.
         (np.array([1]), None, np.array([1]), r"as deep as the row's accepted tokens.*got \[1\] for \[1\] of \[3\]"),
         (np.array([0]), None, np.array([0]), r"got \[0\] for \[0\]"),
         (np.array([1]), None, np.array([-2]), r"got \[-2\] for \[1\]"),
@@ -255,7 +255,6 @@ TEXT = tuple(range(100, 130))
 
 
 def sources_of(drafter: Drafter, *rows: Row) -> list[set[str]]:
-    """The sources of each row's drafted tokens."""
     drafts = drafter.propose(draft_rows(rows))
     found = np.array(SOURCES)[drafter.sources_of_latest()]
     return [set(found[begin:end].tolist()) for begin, end in zip(drafts.offsets, drafts.offsets[1:], strict=False)]

@@ -1,4 +1,4 @@
-"""Duplicate rows are searched once, verified with their leader's draft, and later treated as if searched alone."""
+"""Duplicate rows are searched once, verified with their leader's draft, and later treated as if searched separately."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=
 
 
 def led_and_apart(texts: list[list[int]], **options: Any) -> tuple[Drafter, Drafter]:
-    """Two drafters that know the same; from history alone, so that no row sees another one."""
+    """Return two drafters with equal histories and no other source, so that rows do not see each other."""
     stores = [store_of({"q": {0: texts}}) for _ in range(2)]
     led, apart = (Drafter(store, **{"sources": ("history",), "min_acceptance": 0.001, **options}) for store in stores)
     return led, apart
@@ -32,7 +32,7 @@ def led_and_apart(texts: list[list[int]], **options: Any) -> tuple[Drafter, Draf
 def test_a_drafter_learns_of_led_rows_what_it_learns_of_rows_apart(
     texts: list[list[int]], ways: list[list[int]], data: st.DataObject
 ) -> None:
-    """Rows go different ways; as long as they have gone the same one, one of them is looked up."""
+    """Rows take different paths; while they agree, only one of them is looked up."""
     led, apart = led_and_apart(texts)
     num_steps = data.draw(st.integers(1, 3))
     rollouts = [way * 4 for way in ways]
@@ -74,7 +74,7 @@ def test_a_row_that_parts_from_its_leader_is_drafted_as_if_it_had_been_alone(is_
 
 
 def test_a_token_that_more_rows_may_gain_is_drafted_before_one_that_fewer_may() -> None:
-    """Four ways to go on for rows that others lead, beside rows with nothing to draft from."""
+    """Four continuations for rows led by another, next to rows that have nothing to draft from."""
     history = {"q": {0: [[1, 2 + k] for k in range(4)]}}
     sizes = []
     for num_led in (0, 1, 3, 7):
@@ -88,7 +88,7 @@ def test_a_token_that_more_rows_may_gain_is_drafted_before_one_that_fewer_may() 
 
 
 def test_what_led_rows_gain_counts_beside_what_they_gain_without_drafts() -> None:
-    """Eight rows gain a token more each, in a step that takes seven times as long: drafting loses, and rests."""
+    """Eight rows gain one token each in a step that takes seven times as long, so the drafter rests."""
     drafter = Drafter(store_of({"q": {0: [[1, 2]]}}), sources=("history",))
     prices = DraftPrices(look=5.0, row=0, grown=0, learn=0, drafted=0)
     drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 101]), seconds=np.array([1.0, 91.0]), prices=prices))
@@ -109,7 +109,7 @@ def test_what_led_rows_gain_counts_beside_what_they_gain_without_drafts() -> Non
 def test_what_is_cut_leaves_the_most_tokens_a_second_for_all_rows(
     groups: list[tuple[int, list[float]]], per_token: float
 ) -> None:
-    """Each group is one row with a draft, and some that it leads."""
+    """Each group is one row with a draft and the rows that it leads."""
     worth, paths, offsets = [], [], [0]
     for num_led, chances in groups:
         worth += [1.0 + num_led, *[0.0] * num_led]
@@ -136,7 +136,7 @@ def test_what_is_cut_leaves_the_most_tokens_a_second_for_all_rows(
 
     by_gain = np.argsort(-gains)
     best = max(speed(by_gain[:count]) for count in range(num + 1))
-    # Tokens are chosen by bins, each 7 % of probability wide.
+    # Tokens are chosen by bins of probability that are 7 % wide.
     assert speed(stayed) >= best / np.exp(1 / 14) - 1e-12
 
 

@@ -1,4 +1,4 @@
-"""Empty, tiny, huge and changing histories and rows give only drafts that they allow."""
+"""Empty, tiny, huge and changing histories and rows still give valid drafts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -82,7 +82,7 @@ def test_what_is_dropped_of_a_long_sibling_changes_no_estimate_of_what_is_kept()
 
 @dataclass
 class Replaceable:
-    """A source whose snapshot is put there."""
+    """Source whose snapshot tests replace."""
 
     snapshot: Mapping[PromptId, PromptIndex]
 
@@ -119,7 +119,7 @@ def test_an_index_without_an_entry_drafts_nothing() -> None:
 
 
 ENDLESS = 2**31 - 1
-"""Entries; an array of so many that takes no memory repeats one."""
+"""Number of entries; the array repeats one entry, so it takes no memory."""
 
 
 def endless_index(num_entries: int) -> PromptIndex:

@@ -1,4 +1,7 @@
-"""The same calls give the same drafts: again, in another thread, and after a checkpoint; the saved state is checked."""
+"""The same calls give the same drafts: repeated, in another thread, and after a checkpoint.
+
+Saved state is validated.
+"""
 
 import ast
 import importlib
@@ -40,7 +43,7 @@ def test_what_is_cached_is_named_by_all_sources_that_it_may_use(tmp_path: Any) -
 
 
 def cached_functions() -> Iterator[tuple[str, Any]]:
-    """The compiled functions of the folder that are cached, with their modules."""
+    """Yield the package's cached compiled functions with their modules."""
     names = sorted(module.name for module in walk_packages(PACKAGE, "treering.history."))
     for module in map(importlib.import_module, names):
         for value in vars(module).values():
@@ -50,7 +53,7 @@ def cached_functions() -> Iterator[tuple[str, Any]]:
 
 
 def foreign_names(module_name: str, function: Any) -> set[str]:
-    """What a compiled function, and those of its module that it calls, take from other modules of the folder."""
+    """Return the names that a compiled function and its callees in the same module take from other history modules."""
     module = importlib.import_module(module_name)
     seen: set[str] = set()
     waiting, found = [function.py_func], set()
@@ -70,7 +73,7 @@ def foreign_names(module_name: str, function: Any) -> set[str]:
 
 
 def imported_names(module: Any) -> set[str]:
-    """What a module takes from others of the folder."""
+    """Return the names that a module imports from other history modules."""
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     taken = [index for index in ast.walk(tree) if isinstance(index, ast.ImportFrom)]
     return {name.name for index in taken if str(index.module).startswith("treering.history") for name in index.names}
@@ -79,7 +82,7 @@ def imported_names(module: Any) -> set[str]:
 def test_every_cached_function_that_uses_other_files_is_named_by_them() -> None:
     stamped = []
     for module_name, function in cached_functions():
-        # A marker is what files hold: it never changes.
+        # MARKER is part of the file format, so it never changes.
         if foreign_names(module_name, function) - {"MARKER"}:
             assert function._cache.stamp == stamp_of(Path(PACKAGE[0])), function
             stamped.append(function.__name__)
@@ -87,7 +90,7 @@ def test_every_cached_function_that_uses_other_files_is_named_by_them() -> None:
 
 
 def run_of(store: HistoryStore, seed: int, num_steps: int = 30) -> list[Any]:
-    """What a drafter gives along rollouts that grow by its own accepted drafts and a random token."""
+    """Return a drafter's outputs for rollouts that grow by accepted drafts and one random token per step."""
     rng, drafter = np.random.default_rng(seed), Drafter(store, min_acceptance=0.02)
     rows, given_out = [Row(group=b // 2) for b in range(6)], []
     for _ in range(num_steps):

@@ -1,4 +1,4 @@
-"""A guest's drafts are those of a drafter that an embedded engine drives, however its rows move."""
+"""RequestDrafter drafts like a Drafter inside an embedded engine, however its rows move."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ NUM_LINES, NUM_COLUMNS = 6, 40
 
 @dataclass
 class Request:
-    """A rollout that goes on with given tokens whatever is drafted."""
+    """Rollout that continues with fixed tokens whatever is drafted."""
 
     name: str
     number: int
@@ -39,7 +39,7 @@ class Request:
 
 @dataclass
 class Step:
-    """What a persistent batch goes through: who sits out, who leaves, who joins, which lines are swapped."""
+    """Changes to a persistent batch in one step."""
 
     sits_out: int
     leaves: int
@@ -63,7 +63,7 @@ STEPS = st.lists(
 
 
 class Engine:
-    """An engine with lines that move, as vLLM's persistent batch, whose buffers keep the garbage of earlier rows."""
+    """Engine whose lines move as in vLLM's persistent batch and whose buffers keep garbage of earlier rows."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ class Engine:
         self.tokens = self.rng.integers(0, 9, (NUM_LINES, NUM_COLUMNS)).astype(np.int32)
 
     def turn_over(self, step: Step) -> list[Request]:
-        """Changes the batch; returns the new requests."""
+        """Change the batch and return the new requests."""
         self.finished = [self._take_out().name for _ in range(min(step.leaves, len(self.lines)))]
         back = self.waiting
         self.waiting = [self._take_out() for _ in range(min(step.sits_out, len(self.lines)))]
@@ -86,7 +86,7 @@ class Engine:
         return new
 
     def _take_out(self) -> Request:
-        """Removes a line and moves the last one into the hole."""
+        """Remove a random line and move the last one into its place."""
         hole = int(self.rng.integers(len(self.lines)))
         out, last = self.lines[hole], self.lines.pop()
         if out is not last:
@@ -101,7 +101,7 @@ class Engine:
         return Request(f"{self.num_made - 1}-x", self.num_made - 1, prompt_id, truth[:30])
 
     def sample(self) -> list[tuple[int, bool]]:
-        """Each line goes on by its accepted tokens and one more; returns them all of them counted."""
+        """Extend each line by its accepted tokens and one more; return both counts of each line."""
         outcomes = []
         for request in self.lines:
             rest = request.truth[request.num_done :]
@@ -113,7 +113,7 @@ class Engine:
         return outcomes
 
     def show(self) -> None:
-        """Writes the lines into the buffer."""
+        """Write the lines into the buffer."""
         for line, request in enumerate(self.lines):
             self.tokens[line, : len(request.tokens)] = request.tokens
 
@@ -127,7 +127,7 @@ def test_drafts_equal_those_of_a_drafter_that_is_told_everything(steps: list[Ste
     engine = Engine(seed)
     before: tuple[Any, list[Request], list[int]] | None = None
     for step in steps:
-        # The lines of the step before sample, then some leave. Those that sat it out verified nothing.
+        # The previous step's lines sample, then some leave. Lines that sat out verified nothing.
         ran = list(engine.lines)
         outcomes = dict(zip([request.name for request in ran], engine.sample(), strict=True))
         new = engine.turn_over(step)
@@ -172,7 +172,7 @@ def test_drafts_equal_those_of_a_drafter_that_is_told_everything(steps: list[Ste
 def _observe(
     plain: Drafter, rows: Any, requests: list[Request], sizes: list[int], outcomes: dict[str, tuple[int, int]]
 ) -> None:
-    """Tells the drafter what each row's draft came to; a row that left, or whose new tokens all agreed, was cut off."""
+    """Report each row's outcome to the drafter; a row that left, or whose new tokens all agreed, was cut off."""
     known = [outcomes.get(request.name, (0, 0)) for request in requests]
     accepted = np.array([min(num, num_new) for num, num_new in known], np.int64)
     was_cut = np.array([num >= num_new for num, num_new in known], np.bool_)
@@ -201,7 +201,7 @@ def test_a_trimmed_draft_teaches_only_what_was_seen() -> None:
     tokens = np.zeros((1, 9), np.int32)
     tokens[0, :2] = 5, 1
     assert guest.propose(["r"], tokens, np.array([2]), np.array([4])) == [[2, 3, 4, 5]]
-    # The engine verified two of the four: one of them, then another token than the third.
+    # The engine verified two of the four tokens: it accepted the first and sampled another third token.
     tokens[0, 2:4] = 2, 3
     guest.propose(["r"], tokens, np.array([4]), np.array([0]))
     assert (guest.num_drafted, guest.num_accepted) == (4, 2)

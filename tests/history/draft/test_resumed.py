@@ -31,7 +31,7 @@ COSTS = VerifyCosts(num_tokens=np.array([1, 8, 64]), seconds=np.array([1.0, 1.02
 
 @dataclass(kw_only=True)
 class Run:
-    """A store and its drafter, and the numbers of an engine that has not been made again since."""
+    """Store, its drafter, and the row and group counters of an engine."""
 
     store: HistoryStore
     drafter: Drafter
@@ -39,7 +39,7 @@ class Run:
     num_groups: int = 0
 
     def step(self, step: int) -> Iterator[Drafts]:
-        """Samples three prompts, as many rollouts at a time as there are rows; gives what is drafted on the way."""
+        """Sample three prompts, NUM_RUNNING rollouts at a time; yield the drafts."""
         waiting = [(prompt, sample) for prompt in prompts_of(step) for sample in range(GROUP_SIZE)]
         groups = {prompt: self.num_groups + k for k, prompt in enumerate(prompts_of(step))}
         truths = {key: truth_of(step, *key) for key in waiting}
@@ -77,12 +77,12 @@ class Run:
 
 
 def prompts_of(step: int) -> list[int]:
-    """Three of five prompts, so that some come again at the next step, in another order."""
+    """Return three of five prompts, so that some recur at the next step in another order."""
     return [(3 * step + k) % 5 for k in range(3)]
 
 
 def truth_of(step: int, prompt: int, sample: int) -> tuple[int, ...]:
-    """A rollout that keeps most of its prompt's earlier ones and of its siblings; many tokens, so that hashes meet."""
+    """Return a rollout similar to the prompt's earlier ones; the vocabulary is large enough for hashes to collide."""
     tokens = np.random.default_rng(prompt).integers(1, 400, LENGTH)
     rng = np.random.default_rng([step, prompt, sample])
     return tuple(np.where(rng.random(LENGTH) < 0.25, rng.integers(1, 400, LENGTH), tokens).tolist())
@@ -107,7 +107,7 @@ def opened_again(store: HistoryStore, folder: Path, copy: Path) -> HistoryStore:
 
 
 def left_by_a_killed_writer(store: HistoryStore, folder: Path, copy: Path) -> HistoryStore:
-    """A publish died before it renamed its file."""
+    """Return a store on a copy of the folder in which a publish was killed before it renamed its file."""
     shutil.copytree(folder, copy)
     (copy / ".unfinished-history-00000099.bin").write_bytes(b"half")
     return HistoryStore(copy, **LIMITS)
@@ -137,7 +137,7 @@ def test_a_drafter_resumed_at_any_step_drafts_bitwise_as_the_one_that_goes_on(
         state = whole.drafter.state()
         resumed.append(Run(store=store_again, drafter=drafter_of(store_again, costs=costs, state=state)))
     assert num_drafted > 300
-    # Prompts went out of the budget and came back, so the order of what is kept is not that of names or numbers.
+    # Prompts left the budget and came back, so the store's order is not that of names or numbers.
     assert any(set(earlier) - set(later) for earlier, later in pairwise(kept))
     for run in (whole, *resumed):
         run.store.close()

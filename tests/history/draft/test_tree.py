@@ -1,4 +1,4 @@
-"""A row's draft: its candidates, their votes and features, and the tree of them."""
+"""A row's draft: candidates, their votes and features, and the tree built from them."""
 
 from collections import defaultdict
 from typing import Any
@@ -34,7 +34,7 @@ LASTS = (0, 1, 2, 3, 4, 6, 9, 14, 22, 40)
 
 @njit
 def count(texts: Any, matches: Any, workspace: Any, begin: int, end: int, depth: int, longest: int) -> Any:
-    """The compiled count and the candidates' shares, called from a compiled function as they are made for."""
+    """Call the compiled count and shares from compiled code, the only way they support."""
     num = count_votes(texts, matches, workspace, begin, end, depth, longest)
     candidates = workspace.candidates
     total, num_longest = sum_up(candidates, num)
@@ -45,13 +45,13 @@ def count(texts: Any, matches: Any, workspace: Any, begin: int, end: int, depth:
 
 
 def stretched(part: float) -> float:
-    """What stands in a table of 1,024 for it."""
+    """Return the value of a lookup table with 1,024 entries."""
     place = int(part * (1024 - 0.01))
     return float(stretch.py_func((place + 0.5) / 1024))
 
 
 def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray]:
-    """Matches that go on with these tokens two behind where they begin, in any of the texts."""
+    """Return matches in random texts that continue with `tokens` at DEPTH."""
     rng = np.random.default_rng(draw)
     texts = Texts(*(np.full(NUM_POSITIONS, 77, np.int32) for _ in range(3)))
     matches = np.zeros(NUM_MATCHES, MATCH)
@@ -66,7 +66,7 @@ def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray]:
 
 
 def workspace_of_all() -> Workspace:
-    """Room with all places as members, behind some that are of other taken."""
+    """Return a workspace whose members are all places, preceded by places of other nodes."""
     workspace = WORKSPACE.new()
     workspace.members[:BEGIN] = -1
     workspace.members[BEGIN:END] = np.arange(NUM_MATCHES)
@@ -74,7 +74,7 @@ def workspace_of_all() -> Workspace:
 
 
 def expected(matches: np.ndarray, tokens: list[int]) -> dict[int, dict[str, Any]]:
-    """The candidates by their tokens, from the definition."""
+    """Compute the candidates by their tokens from the definition."""
     found: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for j, (place, token) in enumerate(zip(matches, tokens, strict=True)):
         bucket = sum(place["length"] + DEPTH > last for last in LASTS)
@@ -130,18 +130,18 @@ WEIGHTS = Acceptance().weights
 
 @njit
 def grown(texts: Any, matches: Any, workspace: Any, num_matches: int, model: Any, row: Any) -> int:
-    """The compiled growth, called from a compiled function as it is made for."""
+    """Call the compiled growth from compiled code."""
     return grow(texts, matches, workspace, num_matches, model, row)[0]
 
 
 @njit
 def written(output: Any, at: int, workspace: Any, num_nodes: int) -> None:
-    """The compiled writing, likewise."""
+    """Call the compiled writing from compiled code."""
     write_row(output, at, workspace, num_nodes)
 
 
 def some_places(rng: np.random.Generator, num_tokens: int, num_matches: int) -> tuple[Texts, np.ndarray]:
-    """Matches in rollouts of so many different tokens."""
+    """Return random texts of `num_tokens` distinct tokens, and matches in them."""
     texts = Texts(*(rng.integers(0, num_tokens, SIZE).astype(np.int32) for _ in range(3)))
     for text in texts:
         text[rng.integers(0, SIZE, SIZE // 20)] = MARKER
@@ -156,12 +156,12 @@ def some_places(rng: np.random.Generator, num_tokens: int, num_matches: int) -> 
 
 
 def behind(texts: Texts, matches: np.ndarray, path: list[int]) -> list[int]:
-    """The places whose texts go on so, by number; a rollout that ended goes on with nothing."""
+    """Return the indices of the places whose texts continue with `path`."""
     return [k for k, place in enumerate(matches) if texts[place["text"]][place["at"] :][: len(path)].tolist() == path]
 
 
 def path_of(workspace: Workspace, index: int) -> list[int]:
-    """The tokens from the beginning of the draft to a index."""
+    """Return the tokens from the start of the draft to a node."""
     tokens: list[int] = []
     while index >= 0:
         node = workspace.nodes[workspace.taken[index]]

@@ -1,4 +1,4 @@
-"""After a warm-up no step compiles anything, and the drafter is as it was."""
+"""After a warm-up no step compiles anything, and the drafter is unchanged."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from treering.history.store.store import HistoryStore
 
 
 class Compiled(event.Listener):
-    """Names of the functions that numba compiled or loaded."""
+    """Listener that collects the names of functions that numba compiles or loads."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -30,7 +30,7 @@ class Compiled(event.Listener):
 
 
 def run_guest(folder: Path) -> list[str]:
-    """Runs rows that move, join and leave after a warm-up; returns what was compiled meanwhile."""
+    """Run rows that move, join and leave after a warm-up; return the functions compiled meanwhile."""
     store = HistoryStore(folder)
     reader = HistoryReader(folder)
     guest = RequestDrafter(Drafter(reader, shape="chain", min_acceptance=0.01, max_draft=6))
@@ -62,7 +62,7 @@ def run_guest(folder: Path) -> list[str]:
 
 
 def test_no_step_compiles_anything_after_a_warm_up(tmp_path: Path) -> None:
-    # In a process of its own: here other tests have compiled everything.
+    # Use a new process: in this one other tests have compiled everything.
     code = (
         "import sys; from pathlib import Path; from tests.history.draft.test_warm_up import run_guest; "
         "print(run_guest(Path(sys.argv[1])))"
@@ -81,7 +81,7 @@ def test_a_warm_up_changes_no_draft() -> None:
     rows = draft_rows([Row(rollout=(1,))])
     drafts = warm.propose(rows)
     assert same_drafts(drafts, plain.propose(rows))
-    # Between drafts and their outcome too.
+    # Warm up between propose and observe too.
     warm.warm_up()
     for drafter in (warm, plain):
         drafter.observe(rows, np.array([1]))

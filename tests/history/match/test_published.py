@@ -1,4 +1,4 @@
-"""The arena copies the running prompts' indexes unchanged, gives the position of each entry, and stays small."""
+"""The arena copies the running prompts' indexes unchanged, returns each entry's position, and stays small."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def test_prompts_that_are_gone_make_room() -> None:
     arena = Arena()
     for first in range(298):
         arena.slots([first, first + 1], snapshot)
-    # Two prompts of 10 entries run; at most twice that and one more batch is ever held, doubled by growth.
+    # Two prompts of 10 entries run. The arena holds at most twice that and one more batch, doubled by growth.
     assert arena.order.size <= 2 * (2 * 20 + 20)
     for _ in range(300):
         arena.slots([f"unknown {_}"], snapshot)
@@ -71,7 +71,7 @@ def test_a_new_snapshot_starts_over() -> None:
         (slot,) = arena.slots(["a"], snapshot)
         start, size = arena.spans[slot]
         assert arena.text[start : start + size].tolist() == [-1] + [num_tokens] * num_tokens
-        # What the last snapshot left behind its end would be read as its continuation.
+        # Without the marker, leftovers of the last snapshot would be read as the text's continuation.
         assert arena.text[start + size] == MARKER
 
 
@@ -79,7 +79,7 @@ def test_prompts_that_were_published_last_stand_first_however_early_they_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = HistoryStore(tmp_path / "history", max_epochs=2)
-    # Of version 1 are c and a, of which c came later; of version 0 b has a new rollout, and d came later.
+    # c and a have version 1, and c came later. d and b have version 0, and d came later although b has a new rollout.
     for version, prompt_ids in ((0, "abcd"), (1, "ca"), (0, "b")):
         for prompt_id in prompt_ids:
             store.add(prompt_id, [np.array([ord(prompt_id), version], np.int32)], version)
@@ -98,7 +98,7 @@ def test_prompts_that_were_published_last_stand_first_however_early_they_came(
         assert sorted("abcd", key=lambda one: recent.spans([one])[0, 0]) == expected
     store.close()
     with HistoryStore(tmp_path / "history") as reopened:
-        # Their order is known from the files' headers: no prompt is read for it.
+        # The order comes from the files' headers; no prompt is read for it.
         monkeypatch.setattr(StoredIndex, "index", None)
         assert newest_first(reopened.snapshot) == expected
 
@@ -118,7 +118,7 @@ def test_no_more_than_the_limit_is_kept(limit: int, expected: list[int]) -> None
 def test_a_batch_that_never_empties_reads_other_prompts_anew_after_a_step_per_64_entries(
     num_entries: int, expected: int
 ) -> None:
-    # A text has a marker before each rollout, and one at its end.
+    # A text has a marker before each rollout and one at its end.
     held = {"held": {0: [list(range(100, 100 + num_entries - 2))]}} if num_entries else {}
     store = store_of(held)
     drafter = Drafter(store, sources=("others",), min_acceptance=1e-6)
@@ -132,7 +132,7 @@ def test_a_batch_that_never_empties_reads_other_prompts_anew_after_a_step_per_64
     store.publish()
     found = [first_of(step, step + 1) for step in range(1, 1 + expected)]
     assert found == [set()] * (expected - 1) + [{4}]
-    # At once where no row is of the step before.
+    # If no row is from the previous step, other prompts are read immediately.
     store.add("newer", [np.array([1, 2, 3, 5], np.int32)], version=2)
     store.publish()
     assert first_of(90, 91) == {4, 5}

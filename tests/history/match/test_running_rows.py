@@ -33,7 +33,7 @@ def test_siblings_are_found_from_their_newest_token_on(has_ids: bool) -> None:
     ahead = (11, 12)
     for token in range(13, 40):
         ahead = (*ahead, token)
-        # The other row ends in the token before the newest one: only that one can be drafted.
+        # The other row ends in the token before the newest one, so only the newest one can be drafted.
         rows = [Row(rollout=ahead), Row(rollout=(50, ahead[-2]))]
         drafts = drafter.propose(draft_rows(rows, row_ids=[4, 9] if has_ids else None))
         assert drafted(drafts) == [[], [token]]
@@ -82,7 +82,7 @@ def test_no_token_of_a_row_that_has_gone_is_drafted_as_own() -> None:
     rows, ids = [Row(rollout=()) for _ in range(4)], list(range(4))
     for step in range(120):
         if step % 3 == 2:
-            # A long row leaves; one with a short rollout of the same tokens takes its room.
+            # A long row leaves; a row with a short rollout of the same tokens takes its space.
             leaving = int(rng.integers(4))
             rows[leaving], ids[leaving] = Row(rollout=tuple(rng.integers(0, 9, 2))), step + 100
         drafts = drafter.propose(draft_rows(rows, row_ids=ids))
@@ -112,7 +112,7 @@ def test_rows_of_the_same_line_without_ids_start_over_where_tokens_do_not_go_on(
 def test_a_row_that_starts_over_hides_no_siblings_place() -> None:
     drafter = drafter_of("siblings")
     drafter.propose(draft_rows([Row(rollout=(7, 20)), Row(rollout=(7, 30)), Row(rollout=(5,))]))
-    # The second row's 7 is written where the newest 7 stands already.
+    # The second row starts over and writes its 7 where the newest 7 already stands.
     rows = [Row(rollout=(7, 20)), Row(rollout=(7, 31)), Row(rollout=(5, 7))]
     assert first_tokens(drafter.propose(draft_rows(rows)), 2) == {20, 31}
 
@@ -126,7 +126,7 @@ def test_a_row_that_starts_over_and_ends_as_before_is_noted_anew() -> None:
 
 @pytest.mark.parametrize("has_ids", [True, False])
 def test_rows_are_known_again_whatever_object_holds_them_and_no_other_rows_are(has_ids: bool) -> None:
-    """Against a drafter that takes only the very same object for known; the arrays are reused, as an engine does."""
+    """Compare with a drafter that recognizes only the same object; the arrays are reused, as an engine does."""
     rng = np.random.default_rng(4)
     texts = {prompt: {0: [rng.integers(0, 6, 30).tolist() for _ in range(2)]} for prompt in ("p", "q")}
     drafter, unsure = (Drafter(store_of(texts), min_acceptance=0.01) for _ in range(2))
@@ -171,8 +171,8 @@ def test_room_follows_the_rows_that_run_and_not_those_that_ran() -> None:
     for first in range(0, 3000, 4):
         live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k for k in range(4)]))
         live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k + 2 for k in range(4)]))
-    # Two slots for each of the four rows and as many for groups, whatever came before. Four rollouts take 3 units each
-    # and four prompts one; what has left as much again.
+    # Two slots for each of the four rows and as many for groups, whatever came before. Four rollouts of 3 units and
+    # four prompts of 1 unit, and as much again for rows that left.
     assert live.running.num_noted.size <= 16
     assert live.running.owners.size <= 2 * (4 * 3 + 4)
 
@@ -189,7 +189,7 @@ def test_a_row_that_changes_its_group_s_number_keeps_what_is_known_of_it() -> No
 
 
 def after_no_draft() -> Drafter:
-    """A drafter that has learnt how rows go on that had no draft at the step before."""
+    """Return a drafter whose weights favour rows without a draft at the previous step."""
     drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4, 5, 6, 7, 8]]}}), min_acceptance=1e-6, sources=("history",))
     state = drafter.state()
     state["weights"][FIRST.outcome + NO_DRAFT * NUM_SOURCES] = 2.0
@@ -202,7 +202,7 @@ def test_a_row_starts_without_the_outcome_of_the_row_whose_slot_it_takes() -> No
     fresh = after_no_draft().propose(draft_rows([stays, new], row_ids=[0, 9]))
     used, slots = after_no_draft(), []
     for step in range(12):
-        # The row that leaves had no draft at two tokens, so its next context would have three, as the new one has.
+        # The leaving row had no draft at two tokens, so its next context would have three, like the new row's.
         used.propose(draft_rows([stays, Row(rollout=(50, 51))], row_ids=[0, 100 + step]))
         slots.append(int(used._search_state.live_slots[1]))
         drafts = used.propose(draft_rows([stays, new], row_ids=[0, 200 + step]))
@@ -232,7 +232,7 @@ def test_no_token_is_lost_while_a_rollout_grows() -> None:
 
 
 def test_nothing_that_stood_elsewhere_before_is_drafted_when_texts_have_moved() -> None:
-    """Rows come, grow and leave; what is drafted goes on in a text of the group as it is now, or was when it left."""
+    """Rows come, grow and leave; every draft continues a current text of the group or a text of a row that left."""
     rng = np.random.default_rng(5)
     drafter, texts = drafter_of("siblings", "own"), dict[int, tuple[int, ...]]()
     rows, ids = [Row(prompt=tuple(range(b, b + 60 * b + 3)), group=b % 2) for b in range(6)], list(range(6))

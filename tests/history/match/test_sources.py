@@ -1,4 +1,4 @@
-"""Which sources a step searches, and what it finds in each."""
+"""Each step searches the right sources and finds the right matches in each."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ def test_rows_together_get_what_each_gets_alone(
     histories: list[list[list[int]]], parts: list[tuple[int, list[int], int]], others: bool
 ) -> None:
     store = store_of({prompt: {0: rollouts} for prompt, rollouts in enumerate(histories)})
-    # In one group, so that none of the rows is another group's running rollout to the others.
+    # Put all rows in one group, so that none is another group's running rollout to the others.
     rows = [Row(prompt_id=prompt, rollout=tuple(tokens), max_drafts=most) for prompt, tokens, most in parts]
 
     def propose(some: list[Row]) -> tuple[list[list[int]], np.ndarray]:
@@ -51,18 +51,18 @@ def test_rows_together_get_what_each_gets_alone(
 
 OLD = np.random.default_rng(0).permutation(900)[:40].tolist()
 NEW = 5000
-"""A token that the old trajectory does not have."""
+"""Token that the old trajectory does not contain."""
 
 EDITS = {
     "replaced": ((*OLD[:10], NEW), 11),
     "added": ((*OLD[:10], NEW), 10),
     "left out": (tuple(OLD[:10]), 11),
 }
-"""The rollout right behind the edit, and the place of the old trajectory at which it goes on."""
+"""Rollout just after each edit, and the index at which the old trajectory continues."""
 
 
 def stepped(rollout: tuple[int, ...], store: Any, **options: Any) -> Any:
-    """Drafts of a row that has come to its rollout token by token."""
+    """Draft for a row whose rollout grew token by token."""
     drafter = Drafter(store, **options)
     for length in range(1, len(rollout)):
         drafter.propose(draft_rows([Row(rollout=rollout[:length])], row_ids=[0]))
@@ -84,7 +84,7 @@ def test_one_token_behind_an_edit_the_old_trajectory_goes_on(edit: str, num_roll
 @pytest.mark.parametrize("edit", EDITS)
 def test_the_aligned_place_wins_over_more_places_of_the_same_token(edit: str) -> None:
     rollout, at = EDITS[edit]
-    # The token behind the edit stands in six more matches, each going on elsewhere.
+    # The token after the edit occurs in six more matches, each with another continuation.
     elsewhere = [[1000 + k, 1100 + k, OLD[at], 1200 + k, 1300 + k] for k in range(6)]
     store = store_of({"q": {0: [*elsewhere[:3], OLD, *elsewhere[3:]]}})
     rollout = (*rollout, OLD[at])
@@ -148,7 +148,7 @@ def test_what_was_written_over_is_drafted_no_more() -> None:
             rows[leaving] = Row(group=rows[leaving].group, rollout=tuple(rng.integers(0, 4, 2)))
             ids[leaving] = step + 100
         drafts = drafter.propose(draft_rows(rows, row_ids=ids))
-        # Six rows and three groups have 12 slots: what left more than nine leaves ago has been written over.
+        # Six rows and three groups have 12 slots, so a row that left more than nine leaves ago is overwritten.
         Allowed(history={}, rows=rows, sources=("others",), gone=gone[-9:]).check(drafts, 64, 1e-6, is_chain=False)
         num_drafted += drafts.tokens.size
         rows = [replace(row, rollout=(*row.rollout, *rng.integers(0, 4, 2))) for row in rows]
@@ -164,14 +164,14 @@ def gate_of(enabled: np.ndarray = ALL) -> SourceGate:
 
 
 def note(gate: SourceGate, num_rows: int, num_accepted: int, token_s: float = TOKEN_S) -> None:
-    """So many rows, of which the first has so many accepted tokens from other prompts and the rest no drafts."""
+    """Note `num_rows` rows; the first has `num_accepted` accepted tokens from other prompts, the rest no drafts."""
     offsets = np.minimum(np.arange(num_rows + 1), 1) * num_accepted
     features = np.full((num_accepted, NUM_KINDS), FIRST.match + OTHERS * NUM_LENGTHS, np.int32)
     gate.note(offsets, features, np.ones(num_accepted, np.int8), token_s)
 
 
 def asks(gate: SourceGate, num_steps: int, *, num_accepted: int, num_rows: int = 64, token_s: float = TOKEN_S) -> str:
-    """A letter a step: "a" where other prompts are asked, "-" where they are not."""
+    """Return one letter per step: "a" if other prompts are searched, else "-"."""
     said = ""
     for _ in range(num_steps):
         said += "a" if gate.due()[OTHERS] else "-"
@@ -185,7 +185,7 @@ def test_what_brings_nothing_is_asked_in_one_step_of_16_behind_512_rows() -> Non
 
 
 @pytest.mark.parametrize(
-    # To ask takes 64 rows 96 us.
+    # Searching other prompts for 64 rows takes 96 us.
     ("num_accepted", "token_s", "pays"),
     [(1, 96.1e-6, True), (1, 95.9e-6, False), (64, 1.6e-6, True), (64, 1.4e-6, False)],
 )
@@ -197,17 +197,17 @@ def test_asking_pays_where_tokens_save_more_than_it_takes(num_accepted: int, tok
 def test_what_brings_more_again_is_asked_in_every_step() -> None:
     gate = gate_of()
     asks(gate, 8 + 16 * 40, num_accepted=0)
-    # In 1,024 rows 21 tokens pay, and more rows are not remembered: 22 of the next 64 rows are enough.
+    # In 1,024 rows 21 tokens pay. Older rows are forgotten, so 22 tokens of the next 64 rows are enough.
     assert asks(gate, 100, num_accepted=22) == "-" * 15 + "a" * 85
 
 
 def gated_drafter(others: list[int]) -> Drafter:
-    """With a history of another prompt alone; drafts whatever it finds."""
+    """Return a drafter whose only history is another prompt's and that drafts every match."""
     return Drafter(store_of({"p": {0: [others]}}), min_acceptance=1e-6)
 
 
 def step(drafter: Drafter, truth: tuple[int, ...]) -> int:
-    """How many tokens 64 rows of a prompt without history are drafted that stand where the other's rollout goes on."""
+    """Draft for 64 rows of a prompt without history, observe `truth`, and return the number of drafted tokens."""
     rows = draft_rows([Row(rollout=(7, 8, 9), group=b) for b in range(64)])
     drafts = drafter.propose(rows)
     walked = [walk(drafts, b, truth) for b in range(64)]
@@ -224,7 +224,10 @@ def test_a_drafter_looks_less_where_others_never_come_true_and_always_where_they
 
 @pytest.mark.parametrize(("row_s", "num_asked"), [(100e-6, 40), (90e-6, 10)])
 def test_what_a_token_takes_is_known_from_costs(row_s: float, num_asked: int) -> None:
-    """Of 64 rows one has others alone, which always come true: to ask takes 96 us, and a row's share is `row_s`."""
+    """One of 64 rows can draft only from other prompts, always correctly.
+
+    Searching takes 96 us, a row's share is `row_s`.
+    """
     history = [7, 8, 9, 10, 11, 12]
     drafter = Drafter(store_of({"q": {0: [history]}, "p": {0: [[20, 21, 22, 23]]}}))
     drafter.use_costs(VerifyCosts(num_tokens=np.array([64, 65]), seconds=np.array([64 * row_s, 64 * row_s + 1e-9])))

@@ -1,4 +1,4 @@
-"""A search finds the position that counting finds, with keys and however often entries repeat."""
+"""A search finds the same position as counting, with keys and with repeated entries."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def found_in_history(
     rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, prompts: np.ndarray, history: Histories,
     queries: BatchedSearch,
 ) -> np.ndarray:  # fmt: skip
-    """What the compiled searches of some rows find in their prompts' histories; made for compiled callers."""
+    """Search the rows' prompt histories from compiled code."""
     for q in range(rows.size):
         b = rows[q]
         add_history_query(queries, q, tokens, b, ends[b], begins[b], history, prompts[b])
@@ -43,7 +43,7 @@ def found_in_history(
 def found_in_others(
     rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, others: Others, queries: BatchedSearch
 ) -> np.ndarray:
-    """The same in other prompts' histories."""
+    """Search other prompts' histories from compiled code."""
     for q in range(rows.size):
         add_query(queries, q, tokens, rows[q], ends[rows[q]], begins[rows[q]], 0, others.order.size, 0)
     run_queries(queries, rows.size, tokens, others.text, others.order, others.keys, others.text)
@@ -52,13 +52,13 @@ def found_in_others(
 
 @njit
 def measured(text: np.ndarray, at: int, context: np.ndarray, begin: int) -> tuple[int, int]:
-    """The compiled measure, likewise."""
+    """Call the compiled `measure` from compiled code."""
     length, edit = measure(text, at, context, begin)
     return length, edit
 
 
 def read_backwards(text: np.ndarray, at: int) -> list[int]:
-    """A place's entries back to its marker, no further than places are sorted by."""
+    """Read a place's entries back to its marker, at most as far as places are sorted."""
     entries = []
     while len(entries) <= MAX_LENGTH:
         entries.append(int(text[at]))
@@ -69,7 +69,7 @@ def read_backwards(text: np.ndarray, at: int) -> list[int]:
 
 
 def counted(text: np.ndarray, context: list[int]) -> int:
-    """Matches that stand before the context."""
+    """Count the places that sort before the context."""
     wanted = read_backwards(np.array([-1, *context]), len(context))
     return sum(read_backwards(text, at) < wanted for at in range(text.size))
 
@@ -96,7 +96,7 @@ def test_searches_side_by_side_find_how_many_places_stand_before_each_context(
         tokens[b, : len(prompt) + len(context)] = prompt + context
     begins = np.array([len(prompt) for prompt, *_ in rows])
     ends = begins + [len(context) for _, context, _ in rows]
-    # Not all of them, and not in their order: which rows ask is others' choice.
+    # Use a subset of the rows in another order, because the caller decides which rows search.
     asking = [b for b in reversed(range(len(rows))) if ends[b] > 0]
     for first in range(0, len(asking), MAX_QUERIES):
         some = np.array(asking[first : first + MAX_QUERIES])
@@ -121,10 +121,10 @@ def test_keys_equal_to_a_key_are_counted(num_equal: int) -> None:
 def test_a_match_is_measured_back_to_the_beginning_and_behind_one_edit() -> None:
     text = np.array([-1, 1, 2, 3, 4, 5], np.int32)
     whole = np.array([9, 9, 1, 2, 3, 4, 5], np.int32)
-    # Five tokens and the marker, and 8 more because that is the whole context.
+    # Five tokens and the marker, and 8 more because the match covers the whole context.
     assert measured(text, 5, whole, 2) == (5 + 1 + 8, 0)
     replaced = np.array([1, 2, 7, 4, 5], np.int32)
-    # 4, 5 agree; but for the 7 so do 1, 2 and the marker.
+    # 4 and 5 agree; past the 7, so do 1, 2 and the marker.
     assert measured(text, 5, replaced, 0) == (2, 3)
 
 
@@ -142,14 +142,14 @@ def test_a_place_is_measured_as_if_its_rollout_stood_alone(rollouts: list[list[i
 
 
 def test_a_context_with_numbers_that_are_no_tokens_agrees_no_further_than_the_text_goes_back() -> None:
-    # Before the text's first entry a careless read would find its last one, which is what the context has there.
+    # Index -1 would wrap to the text's last entry, which equals the context's entry there.
     length, _ = measured(np.array([-1, 5], np.int32), 1, np.array([7, 5, -1, 5], np.int32), 0)
     assert length == 2
 
 
 def test_a_match_ends_where_the_rollout_begins_even_if_the_prompt_agrees_too() -> None:
     text, context = np.array([-1, 5, 1, 2], np.int32), np.array([5, 1, 2], np.int32)
-    # Two tokens of the rollout; past the text's 5, which is skipped, both have a beginning.
+    # Two tokens of the rollout agree. Past the text's 5, which counts as an edit, both begin.
     assert measured(text, 3, context, 1) == (2, 1)
-    # The 5 is the rollout's own: all of it agrees, with its beginning.
+    # The 5 belongs to the rollout, so all of it agrees, including its beginning.
     assert measured(text, 3, context, 0) == (4 + 8, 0)

@@ -1,6 +1,6 @@
-"""A program that publishes in a folder and is killed at its file operations; see `tests.killing`.
+"""Publish in a folder and get killed at each file operation in turn; see `tests.killing`.
 
-It leaves a folder for every kill, and prints the digest and number of every published state.
+Leaves a folder for every kill and prints the digest of every published state.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ NUM_PUBLISHES = 5
 
 
 def digest_of(history: HistoryStore | HistoryReader) -> str:
-    """Of all that a snapshot holds, in its order."""
+    """Return a digest of a snapshot, order included."""
     digest = hashlib.blake2b()
     for prompt_id, index in history.snapshot.items():
         digest.update(repr((prompt_id, index.versions.tolist())).encode())
@@ -29,13 +29,13 @@ def digest_of(history: HistoryStore | HistoryReader) -> str:
 
 
 def open_store(folder: Path) -> HistoryStore:
-    """With a budget that lets prompts go, and files that are merged now and then."""
+    """Open a store whose budget evicts prompts and whose files are merged now and then."""
     store_module._SLACK_BYTES = 400
     return HistoryStore(folder, max_bytes=1500)
 
 
 def publish(folder: Path) -> list[str]:
-    """Publishes again and again; the digest of each state, the empty one first."""
+    """Publish repeatedly and return the digest of each state, the empty one first."""
     rng = np.random.default_rng(0)
     with open_store(folder) as store:
         digests = [digest_of(store)]
@@ -48,7 +48,7 @@ def publish(folder: Path) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    """Lets one writer finish, and kills others at every file operation of it."""
+    """Let one writer finish, and kill one at each file operation."""
     assert in_a_process(lambda path: json.dumps(publish(path)), folder / "whole", None)
     done = json.loads((folder / "whole.json").read_text())
     moments = range(1, done["num_operations"] + 1)

@@ -24,7 +24,7 @@ def test_a_damaged_prompt_costs_its_rollouts_alone_and_is_not_written_again(thre
         with pytest.warns(UserWarning, match=rf"prompt 'c' in .*{victim.name} are dropped: damaged") as warned:
             assert store.snapshot["c"].text.size == 0
         assert len(warned) == 1
-        # Large enough for the victim to be merged.
+        # This publish is large enough to merge the victim.
         store.add("b", [np.full(300_000, 9, np.int32)], 9)
         store.publish()
         assert not victim.exists()
@@ -68,7 +68,7 @@ def test_a_damaged_file_costs_one_warning_that_names_it_and_the_rest_stays(
     store.add("b", [ids(7)], 4)
     store.publish()
     store.close()
-    # It is left for a person to see, and no other file takes its name.
+    # The file stays for a person to inspect, and no other file takes its name.
     assert victim.stat().st_size == num_bytes
     with pytest.warns(UserWarning, match=rf"{victim.name} is dropped") as warned:
         assert_equal_snapshots(store, reopened(three))

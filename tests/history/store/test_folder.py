@@ -71,14 +71,14 @@ def test_a_file_is_merged_into_the_first_publish_that_is_as_large(three: Path) -
     with HistoryStore(three) as store:
         store.add("e", [ids(*large(7))], 3)
         store.publish()
-    # The first two are as large as the new one, which replaces the third too.
+    # The first two files are as large as the new one, which also replaces the third.
     assert [file.name for file in data_files(three)] == ["history-00000003.bin"]
     assert not last.exists()
     assert_equal_snapshots(store, reopened(three))
 
 
 def test_a_prompt_that_was_dropped_and_came_back_has_its_new_place_in_files_too(tmp_path: Path) -> None:
-    """Bytes: b is 8 * 200,001 + 24, a, c and d are little."""
+    """In bytes, b takes 8 * 200,001 + 24; a, c and d are small."""
     with HistoryStore(tmp_path, max_bytes=1_600_120) as store:
         for version, (prompt_id, tokens) in enumerate(
             [("a", ids(1)), ("b", ids(*large(2))), ("c", ids(3)), ("d", ids(4)), ("a", ids(5))]
@@ -101,7 +101,7 @@ def test_the_folder_stays_below_twice_what_is_alive_and_is_the_store(
             for prompt_id in rng.choice(8, size=3, replace=False).tolist():
                 store.add(prompt_id, [rng.integers(0, 9, rng.integers(1, 30)).astype(np.int32)], version)
             store.publish()
-            # Headers have some 50 bytes a prompt and 60 a file.
+            # Headers have about 50 bytes per prompt and 60 per file.
             most = 2 * store.num_bytes + 300 + 60 * (2 * len(store.snapshot) + len(data_files(tmp_path)))
             assert store.num_bytes <= num_bytes_on_disk(tmp_path) <= most
             assert len(data_files(tmp_path)) <= 6
@@ -138,7 +138,7 @@ REFUSED = "one HistoryStore at a time may write a folder, and .* close it, .* Hi
 
 
 def in_a_fork(work: Callable[[], None]) -> bool:
-    """Whether a forked process does the work without an error."""
+    """Return whether `work` succeeds in a forked process."""
     child = os.fork()
     if child == 0:
         try:
@@ -191,13 +191,13 @@ def test_a_forked_copy_cannot_publish_and_does_not_keep_the_lock(tmp_path: Path)
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(go[1])  # so that it ends with this process, however that ends
+        os.close(go[1])  # so that the child ends with this process
         os.write(ready[1], b"1")
         os.read(go[0], 1)
         os._exit(0)
     os.read(ready[0], 1)
     store.close()
-    HistoryStore(tmp_path).close()  # although the copy lives
+    HistoryStore(tmp_path).close()  # although the forked copy lives
     os.write(go[1], b"1")
     os.waitpid(child, 0)
     for end in (*ready, *go):

@@ -1,4 +1,4 @@
-"""Law 7: opening a damaged folder neither fails nor hangs, and everything that is read was once added."""
+"""Law 7: opening a damaged folder neither fails nor hangs, and reads only rollouts that were added."""
 
 import json
 import os
@@ -25,13 +25,13 @@ NUM_TOKENS = 12
 
 
 def rollout(prompt: int, version: int) -> tuple[int, ...]:
-    """Tokens that say where they belong."""
+    """Return tokens that identify the prompt and version."""
     return (prompt, version, *range(100 * prompt + version, 100 * prompt + version + NUM_TOKENS))
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of several files with obsolete rollouts, and one as it was some publishes ago."""
+    """Return a folder of several files with obsolete rollouts, and a copy from some publishes earlier."""
     folder = tmp_path_factory.mktemp("history")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(store_module, "_SLACK_BYTES", 300)
@@ -47,7 +47,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def all_read(history: HistoryStore | HistoryReader) -> int:
-    """How many rollouts there are, each of which must be one that was added."""
+    """Count the rollouts, and check that each was added."""
     num_rollouts = 0
     for prompt_id, index in history.snapshot.items():
         prompt = PROMPTS.index(prompt_id)
@@ -58,14 +58,14 @@ def all_read(history: HistoryStore | HistoryReader) -> int:
 
 
 def put(file: Path, content: bytes, in_place: bool) -> None:
-    """Other bytes, in the same file or in a new one of its name."""
+    """Write other bytes into the same file or a new one of its name."""
     if not in_place:
         file.unlink(missing_ok=True)
     file.write_bytes(content)
 
 
 def damage(folder: Path, earlier: Path, data: st.DataObject, *, in_place: bool) -> None:
-    """One thing that can happen to a file."""
+    """Damage one file at random."""
     files = sorted(file for file in folder.glob("[!.]*") if file.is_file())
     if not files:
         return
@@ -117,7 +117,7 @@ def test_whatever_is_damaged_opening_goes_on_and_reads_only_what_was_added(origi
         if is_used:
             all_read(following)
         for _ in range(data.draw(st.integers(1, 3), label="damages")):
-            # Writing over what a process uses is beyond any reader; nothing here does it.
+            # A reader cannot survive overwriting of a file that it has mapped; nothing in the store does that.
             damage(folder, original / "earlier", data, in_place=not is_used)
         following.refresh()
         all_read(following)
@@ -159,7 +159,6 @@ def test_a_damaged_save_gives_only_what_was_added(original: Path, data: st.DataO
 
 
 def shutil_copy(folder: Path, copy: Path) -> HistoryStore:
-    """A store on a copy of a folder."""
     shutil.copytree(folder, copy)
     return HistoryStore(copy, max_epochs=3)
 

@@ -1,4 +1,4 @@
-"""A prompt's text and sorted positions equal plain Python's; no context reads into another rollout."""
+"""A prompt's text and sorted positions equal plain Python's; no context crosses into another rollout."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def text_of(rollouts: list[list[int]]) -> np.ndarray:
 
 
 def sorted_places(rollouts: list[list[int]], depth: int = SORT_DEPTH) -> list[int]:
-    """Places by their own entry and those before it in the same rollout, nearest first, then by place."""
+    """Sort places by their entry and the earlier ones of the same rollout, nearest first, then by place."""
     keys = []
     for rollout in rollouts:
         entries = [MARKER, *rollout]
@@ -45,9 +45,9 @@ def test_places_are_sorted_by_their_contexts_read_backwards_then_by_place(versio
         [[7]],
         [[7], [7], [7]],
         [[2**31 - 1, 0, 2**31 - 1]],
-        [[7] * 200, [7] * 150 + [3]],  # contexts that agree as far as is sorted stand by place
-        [[3, *range(100, 163), 8], [2, *range(100, 163), 8]],  # differ in the 65th entry only: by place
-        [[3, *range(100, 162), 8], [2, *range(100, 162), 8]],  # differ in the 64th entry: by it
+        [[7] * 200, [7] * 150 + [3]],  # contexts equal to the sorting depth are ordered by place
+        [[3, *range(100, 163), 8], [2, *range(100, 163), 8]],  # differ only in the 65th entry: ordered by place
+        [[3, *range(100, 162), 8], [2, *range(100, 162), 8]],  # differ in the 64th entry: ordered by it
         [[1, 2] * 40, [2, 1] * 40, [1, 1, 2] * 30],
     ],
 )

@@ -1,4 +1,4 @@
-"""Snapshots of a history, and readers beside a writer: they see whole publishes only."""
+"""Snapshots of a history, and readers next to a writer, which see only whole publishes."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def test_every_state_is_the_dictionary_that_it_was_made_as(changes: list[dict[An
     snapshot, model = Snapshot({}), {}
     states = []
     for number, change in enumerate(changes):
-        # True puts a new index, False takes the prompt out where it is here.
+        # True puts a new index, False removes the prompt if present.
         applied = {key: index_of(number) if put else None for key, put in change.items() if put or key in model}
         snapshot = snapshot.changed(applied)
         for key, index in applied.items():
@@ -83,7 +83,7 @@ def test_indexes_lie_in_the_file_and_stay_when_it_goes(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "h")
     assert not reader.refresh()
     assert index.text.tolist() == [-1, 1, 2, 3]
-    # One that nobody had asked for is there too.
+    # A prompt that was never read is available too.
     assert reader.snapshot["b"].text.tolist() == [-1, 4]
     write(tmp_path / "h", {"c": [5]})
     assert reader.refresh()
@@ -113,7 +113,7 @@ def test_beside_a_writer_that_is_then_killed_every_snapshot_is_one_publish(tmp_p
         while num_seen < 40:
             newest = int(reader.snapshot["a"].versions[0])
             assert contents(reader)["b"] == {newest: [-1] + [newest] * (50 + newest % 100)}
-            # Each of the fifty others is of its last turn.
+            # Each of the fifty others has the version of its last turn.
             others = {f"q{v % 50}": v for v in range(max(0, newest - 49), newest + 1)}
             assert {p: int(index.versions[0]) for p, index in reader.snapshot.items() if p[0] == "q"} == others
             assert newest >= last
@@ -150,7 +150,7 @@ def test_a_publish_that_is_replaced_while_it_is_read_is_skipped(
         assert_equal_snapshots(HistoryReader(tmp_path), store)
         num_publishes = 10**9
         add(store, "b", 1)
-        # A writer that is always faster leaves the reader where it was, and does not hold it up.
+        # If a writer always overtakes it, the reader returns its old snapshot instead of waiting.
         reader = HistoryReader(tmp_path)
         assert len(reader.snapshot) == 0
         num_publishes = 0

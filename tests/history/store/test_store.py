@@ -1,4 +1,4 @@
-"""The store gives back what was added, within its limits."""
+"""The store returns what was added, within its limits."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -169,13 +169,13 @@ Model = dict[Any, dict[int, list[int]]]
 
 
 def num_bytes_of(model: Model) -> int:
-    """8 bytes an entry, 16 a version and 8 a prompt."""
+    """Count 8 bytes per entry, 16 per version and 8 per prompt."""
     return sum(8 + sum(16 + 8 * len(text) for text in versions.values()) for versions in model.values())
 
 
 def evict(model: Model, budget: int) -> None:
     while num_bytes_of(model) > budget:
-        # min takes the first of equals: prompts stand in the order in which they came.
+        # min returns the first of equals, so ties go to the prompt that came first.
         oldest = min(model, key=lambda prompt: min(model[prompt]))
         del model[oldest][min(model[oldest])]
         if not model[oldest]:
@@ -204,7 +204,7 @@ def test_the_store_keeps_what_a_search_through_all_of_it_keeps(adds: list[Any], 
 
 
 def test_a_prompt_that_comes_back_has_lost_its_old_place() -> None:
-    """Bytes: a is 40, then 56 with two rollouts; b is 176; c is 40."""
+    """In bytes, a takes 40, then 56 with two rollouts; b takes 176 and c 40."""
     store = HistoryStore(max_bytes=230)
     for prompt, num_tokens in (("a", 1), ("a", 1), ("b", 18), ("a", 1)):
         store.add(prompt, [np.ones(num_tokens, np.int32)], 0)
