@@ -1,4 +1,4 @@
-"""The model that most tests of the engine sample from; none of them changes it."""
+"""Shared model of the engine tests; no test changes it."""
 
 import pytest
 from transformers import PreTrainedModel

@@ -1,8 +1,8 @@
-"""The laws of the engine protocol, as functions of an engine factory: `for law in LAWS: law(make)`.
+"""The laws of the engine protocol as functions of an engine factory: `for law in LAWS: law(make)`.
 
 `make(max_batch)` returns a new engine of version 0 with that many rows. All its engines are identical, compute in
-float64, know the token ids 1 to 15, have no stop tokens of their own, and keep their weights on `update_weights`; so a
-request gets the same tokens in each of them, whatever else is running.
+float64, know the token ids 1 to 15, have no default stop tokens, and keep their weights on `update_weights`. So a
+request gets the same tokens from each of them, whatever else is running.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from treering.engine.protocol import Engine, FinishReason, Request, Rollout, Rol
 from treering.errors import InputError
 
 MAX_TOKENS = 24
-"""Tokens of a rollout: more than two steps give, drafts or not."""
+"""Tokens of a rollout: more than two steps produce, with or without drafts."""
 
 
 class MakeEngine(Protocol):
@@ -48,7 +48,6 @@ def run_alone(make: MakeEngine, request: Request) -> Rollout:
 
 
 def run_on(engine: Engine) -> dict[RolloutKey, Rollout]:
-    """Steps until the engine is idle."""
     return run(engine, [])
 
 
@@ -114,7 +113,7 @@ def progress_counts_tokens_of_running_rollouts(make: MakeEngine) -> None:
     assert engine.progress() == {}
     engine.step()
     found = engine.progress()
-    # Two run and one waits; aborting them returns as many tokens as `progress` reported.
+    # Two rollouts run and one waits; aborting returns as many tokens as `progress` reported.
     assert set(found) == {requests[0].key, requests[1].key}
     assert {rollout.key: rollout.num_tokens for rollout in engine.abort(list(found))} == found
     assert found[requests[0].key] >= 5
@@ -183,7 +182,7 @@ def peek_returns_what_an_abort_would_and_changes_nothing(make: MakeEngine) -> No
 
 
 def a_branch_has_its_parents_tokens_and_goes_on_alone(make: MakeEngine) -> None:
-    """Branch from a running and a returned rollout; an engine that has never seen the parent gives the same."""
+    """Branch from a running and a returned rollout; an engine that has never seen the parent gives the same tokens."""
     engine = make(max_batch=2)
     engine.submit([request_of(0)])
     engine.step()
@@ -278,7 +277,7 @@ def aborting_a_waiting_continuation_returns_its_tokens(make: MakeEngine) -> None
 
 
 def half_way(make: MakeEngine, when_running: WhenRunning) -> tuple[Engine, dict[RolloutKey, Rollout]]:
-    """An engine that took version 3 while samples 0 and 1 ran and 2 and 3 waited, and their undisturbed rollouts.
+    """Return an engine that took version 3 while samples 0 and 1 ran and 2 and 3 waited, and undisturbed rollouts.
 
     Sample 1 is shorter, so its row is free before sample 0 ends.
     """

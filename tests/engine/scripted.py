@@ -1,4 +1,4 @@
-"""A model-free engine for tests: plain Python that returns scripted tokens through the engine protocol."""
+"""Engine without a model that returns scripted tokens through the engine protocol."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,14 +21,14 @@ from treering.errors import ConfigError, InputError
 from treering.types import TokenIds
 
 Script = Callable[[Request], TokenIds | Sequence[int]]
-"""Returns a request's next tokens, after its `so_far`; called once, when the request starts."""
+"""Returns a request's next tokens after its `so_far`; called once, when the request starts."""
 
 LOGPROB = -1.0
 """Both log-probabilities of every scripted token."""
 
 
 class ScriptedEngine(Engine):
-    """Rollouts from a script, one token per running rollout and step.
+    """Engine that samples from a script, one token per running rollout and step.
 
     A rollout ends at a stop token, at max_tokens, or at the end of its script (finish reason "stop"); an empty script
     gives a rollout of 0 tokens.
@@ -38,7 +38,7 @@ class ScriptedEngine(Engine):
     """
 
     def __init__(self, script: Script, *, max_batch: int = 8, version: int = 0) -> None:
-        """Runs at most `max_batch` rollouts at a time; `version` is the initial policy version."""
+        """Run at most `max_batch` rollouts at a time, starting at policy version `version`."""
         if max_batch < 1:
             raise ConfigError(f"an engine runs at least one rollout at a time, got max_batch={max_batch}; raise it")
         self._script = script
@@ -55,7 +55,6 @@ class ScriptedEngine(Engine):
 
     @property
     def keeps(self) -> Keeps:
-        """The tokens: those of the script."""
         return "tokens"
 
     @property
@@ -87,7 +86,7 @@ class ScriptedEngine(Engine):
         self._waiting |= queued
 
     def step(self) -> list[Rollout]:
-        """Advances running rollouts by one token and returns the finished ones; [] when idle."""
+        """Advance running rollouts by one token and return the finished ones; [] when idle."""
         while self._waiting and len(self._running) < self._max_batch:
             key, request = next(iter(self._waiting.items()))
             row = _Row(request, deque(self._script(request)), replace(request.unstarted(), reward=None))
@@ -136,7 +135,7 @@ class ScriptedEngine(Engine):
 
 @dataclass(slots=True)
 class _Row:
-    """A running request, what is left of its script, and its rollout so far."""
+    """A running request, the rest of its script, and its rollout so far."""
 
     request: Request
     left: deque[int]

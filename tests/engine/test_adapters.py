@@ -1,4 +1,4 @@
-"""The engine samples from a model with LoRA as PEFT computes it, and only reads the trained weights."""
+"""The engine samples from a model with LoRA as PEFT computes it, and never writes the trained weights."""
 
 from collections.abc import Callable
 

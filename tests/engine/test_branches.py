@@ -1,6 +1,6 @@
-"""Branches of rollouts: law 5, and which keys and values are computed for them.
+"""Branches of rollouts keep law 5 and compute only the keys and values they lack.
 
-The reference computes one request at a time, everything again and without drafts.
+The reference computes one request at a time, from scratch and without drafts.
 """
 
 from dataclasses import replace
@@ -44,10 +44,10 @@ def branch_of(requests: list[Request], parent: Rollout, num_tokens: int, sample:
 def test_branches_equal_those_of_an_engine_that_reuses_nothing(
     model: PreTrainedModel, parents: Rollouts, backend: str, drafting: str, num_slots: int
 ) -> None:
-    """At random tokens of running, returned and branched rollouts, in passing batches; 90 slots evict most spans."""
+    """Branch at random tokens of running, returned and branched rollouts; 90 slots evict most spans."""
     rng = np.random.default_rng(num_slots)
     requests = group_requests(9, 3, stop_tokens=(STOP,))
-    # History of every second parent, or of all: the first leaves most drafts alone, the second makes trees.
+    # History of every second parent, or of all: the first leaves most drafts single, the second makes trees.
     known = {} if drafting == "no_drafts" else dict(list(parents.items())[:: 1 + (drafting == "history")])
     engine = TorchEngine(
         model,
@@ -85,7 +85,7 @@ def test_a_branch_prefills_nothing_that_its_parent_has(model: PreTrainedModel) -
     (running,) = engine.peek([("p5", 0, 0)])
     engine.submit([branch_of(requests, running, 10, 1)])
     engine.step()
-    # The last of 10 shared tokens is computed by the step that samples; the prompt's last one was copied too.
+    # The step that samples computes the last of the 10 shared tokens; the prompt's last token was copied too.
     assert engine.stats.since(before).num_prefilled == 0
     finished = run(engine, [])
     before = engine.stats
@@ -98,19 +98,19 @@ def test_a_later_turn_prefills_only_what_it_observed(model: PreTrainedModel, par
     request = next(r for r in group_requests(9, 3, max_tokens=40, stop_tokens=(STOP,)) if r.key == key)
     engine = TorchEngine(model, max_batch=2)
     (turn,) = engine.generate([replace(request, sampling=Sampling(max_tokens=3))])
-    # The first continuation is computed as a whole: before it, finished rollouts were not kept.
+    # The first continuation is computed in full, because finished rollouts were not kept before it.
     again = replace(request, sampling=Sampling(max_tokens=6), so_far=turn)
     (turn,) = engine.generate([again])
     before = engine.stats
     again = replace(request, so_far=turn.observe(np.array([1, 2, 3], np.int32)))
     found = run(engine, [again])
-    # The turn's last token was sampled but not computed; the last observed one is computed as the next is sampled.
+    # The turn's last token was sampled but not computed. The last observed one is computed when the next is sampled.
     assert engine.stats.since(before).num_prefilled == 3
     assert_same(found, run(alone(model), [again]))
 
 
 def test_equal_rollouts_of_different_prompts_share_nothing(model: PreTrainedModel) -> None:
-    """Both prompts end in the same token, so the rollouts' own spans begin alike."""
+    """Both prompts end in the same token, so the rollouts' own spans begin with equal tokens."""
     sampling = Sampling(max_tokens=20)
     mine, other = (Request(prompt_id=str(i), prompt=[i, 4, 9], sampling=sampling) for i in (1, 2))
     engine = TorchEngine(model, max_batch=4)

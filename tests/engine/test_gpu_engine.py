@@ -19,7 +19,7 @@ from treering.engine.torch_engine import TorchEngine
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    # Torch and triton emit warnings of their own.
+    # Torch and triton emit unrelated warnings.
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -62,7 +62,7 @@ def test_branches_have_the_tokens_of_an_engine_that_reuses_nothing() -> None:
         for number, request in enumerate(requests)
     ]
     found = run(engine, branches)
-    # The prompts fill no page, so they are computed again, all but the last token.
+    # The prompts fill no page, so all their tokens except the last are computed again.
     assert engine.stats.since(before).num_prefilled == sum(range(8))
     assert_same(found, run(TorchEngine(model, max_batch=7, backend="plain"), branches), 1e-3)
 

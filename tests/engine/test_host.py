@@ -1,4 +1,4 @@
-"""The host answers calls from anywhere with the engine's own rollouts, and lets go of callers that leave."""
+"""The host answers calls from any thread with the engine's rollouts, and drops the requests of callers that leave."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from treering.errors import InputError, StateError
 
 
 class CountedEngine(ScriptedEngine):
-    """Says 1, 2, 3, and so on, up to its first prompt token; counts its steps, and may wait before one."""
+    """Engine that samples 1, 2, 3 and so on up to its first prompt token, counts its steps and may wait before one."""
 
     def __init__(self, **options: int) -> None:
         super().__init__(lambda request: range(1, 1 + int(request.prompt[0])), **options)
@@ -97,7 +97,7 @@ def test_a_caller_that_leaves_gives_its_row_back() -> None:
         assert other.result().num_tokens == 3
         wait_for(lambda: host.is_waiting)
     assert engine.num_unfinished == 0
-    # The left calls had 90 tokens each.
+    # The abandoned calls had 90 tokens each.
     assert engine.num_steps < 90
 
 
@@ -200,7 +200,7 @@ def test_where_calls_queue_the_lowest_rank_goes_first_and_one_that_leaves_is_gon
     engine.may_step.clear()
     with EngineHost(engine, max_rows=1) as host:
         first = host.submit(request_of(3, call=0))
-        # The engine has this one now, and waits before its step.
+        # The engine has this request now and waits before its step.
         wait_for(lambda: engine.num_unfinished == 1)
         answers = {rank: host.submit(request_of(2, call=rank), rank=rank) for rank in (3, 1, 4, 2)}
         for rank, answer in answers.items():

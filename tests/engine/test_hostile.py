@@ -74,7 +74,7 @@ def request_of(
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> dict[RolloutKey, Rollout]:
-    """Like `generate`, but fails if the engine does not finish."""
+    """Run like `generate`, but fail if the engine does not finish."""
     engine.submit(requests)
     finished: list[Rollout] = []
     for _ in range(MAX_STEPS):

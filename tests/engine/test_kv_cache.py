@@ -1,4 +1,4 @@
-"""Spans of slots are shared, cached and copied, and no token changes."""
+"""Spans of slots are shared, cached and copied without changing a token."""
 
 import numpy as np
 import pytest
@@ -134,7 +134,7 @@ def test_a_turn_prefills_its_new_tokens_alone(model: PreTrainedModel, backend: s
 def test_branches_and_other_prompts_share_what_they_begin_with(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, max_tokens=4000)
     first = ask(engine, PROMPT, 0)
-    # All tokens of the turn but the last are computed; the last token of a context is the row's own.
+    # All tokens of the turn except the last are computed; each row computes the last token of its context.
     whole = np.concatenate([PROMPT, first.tokens])
     for num_kept in (3, PROMPT.size - 1, PROMPT.size, PROMPT.size + 4):
         other = np.concatenate([whole[:num_kept], [(whole[num_kept] + 1) % VOCAB, 1, 2]]).astype(np.int32)
@@ -143,7 +143,7 @@ def test_branches_and_other_prompts_share_what_they_begin_with(model: PreTrained
 
 @pytest.mark.parametrize("num_slots", [4000, 70])
 def test_reused_keys_change_no_token(model: PreTrainedModel, num_slots: int) -> None:
-    """Random trees of contexts, in random order; 70 slots evict most spans."""
+    """Ask random trees of contexts in random order; 70 slots evict most spans."""
     rng = np.random.default_rng(num_slots)
     reusing = TorchEngine(model, max_tokens=num_slots, max_prefill=7)
     plain = recomputing(TorchEngine(model, max_tokens=4000, backend="plain"))
@@ -176,7 +176,7 @@ def test_finished_rollouts_are_kept_where_later_turns_may_come(model: PreTrained
     rollout = ask(engine, PROMPT, call)
     num_kept = 0 if call is None else rollout.num_tokens
     assert engine._table.prefixes.allocator.num_free == 100 - num_kept
-    # From the first continuation on, whatever it is, or where it is asked for.
+    # Rollouts are kept after `keep_rollouts` or any first continuation.
     asked = TorchEngine(model, max_tokens=100)
     asked.keep_rollouts()
     assert ask(asked, PROMPT, None).num_tokens == 100 - asked._table.prefixes.allocator.num_free

@@ -1,4 +1,4 @@
-"""An engine's passes leave several threads for one where they suddenly take far longer, if a clock may decide."""
+"""The engine switches from several threads to one if passes suddenly slow down and a clock may decide."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from treering.rl.trainer import Trainer
 
 
 def counts_of(threads: PassThreads, passes: list[tuple[int, float]]) -> list[int | None]:
-    """Threads after each pass, given as tokens and seconds."""
+    """Return the threads after each pass, given as tokens and seconds."""
     found = []
     for num_tokens, seconds in passes:
         threads.note_pass(num_tokens, seconds)
@@ -24,7 +24,7 @@ def counts_of(threads: PassThreads, passes: list[tuple[int, float]]) -> list[int
 
 def test_three_passes_far_slower_than_their_like_end_the_use_of_several_threads_for_a_while() -> None:
     threads = PassThreads(2, is_free=True)
-    # A larger pass may take longer, and one slow pass may be chance.
+    # A larger pass may take longer, and a single slow pass may be chance.
     calm = [(16, 1.0), (1, 0.1), (512, 30.0), (16, 9.0), (16, 1.1), (16, 9.0), (16, 9.0)]
     assert counts_of(threads, calm) == [2] * len(calm)
     assert counts_of(threads, [(17, 9.0)] * (NUM_ALONE + 2)) == [1] * NUM_ALONE + [2, 2]

@@ -1,4 +1,4 @@
-"""Prompts with pictures: log-probs of stock transformers, law 5, and pictures apart whose placeholders are equal."""
+"""Prompts with images keep law 5 and stock log-probs, and tell apart images whose placeholders are equal."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ TEMPERATURE = 1.5
 
 
 def prompts(family: str) -> dict[str, Sequenced]:
-    """Equal placeholders that show other pictures, beginnings in common, and text alone."""
+    """Return prompts with equal placeholders of different images, common beginnings, and only text."""
     first, second, wide = picture(family, 0), picture(family, 1), picture(family, 2, wide=True)
     return {
         "first": sequence(5, 6, first, 7, 8),
@@ -45,7 +45,7 @@ def requests(family: str, *, draw: int = 0) -> list[Request]:
 
 
 def stock_logprobs(model: nn.Module, one: Sequenced, rollout: Rollout) -> np.ndarray:
-    """Log-probs by stock transformers on the whole sequence, and without placeholders: [2, tokens]."""
+    """Return log-probs of stock transformers on the whole sequence, and without placeholders: [2, tokens]."""
     inputs = stock_inputs(model, replace(one, tokens=[*one.tokens, *rollout.tokens.tolist()]))
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits[0, len(one.tokens) - 1 : -1].double() / TEMPERATURE
@@ -62,7 +62,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def alone(model: nn.Module) -> Rollouts:
-    """Each rollout in an engine that reuses nothing, one after another, without drafts."""
+    """Sample each rollout in an engine that reuses nothing, one after another, without drafts."""
     engine = recomputing(TorchEngine(model, max_batch=1, max_tokens=200))
     assert engine.backend == "plain on cpu (the model takes images)"
     return run(engine, requests(model.config.model_type))
@@ -72,13 +72,13 @@ def test_logprobs_are_those_of_stock_transformers(model: nn.Module, alone: Rollo
     for rollout in alone.values():
         expected = stock_logprobs(model, prompts(model.config.model_type)[rollout.prompt_id], rollout)
         np.testing.assert_allclose([rollout.policy_logprobs, rollout.logprobs], expected, atol=1e-5)
-        # A placeholder without a picture cannot be trained.
+        # A placeholder without an image cannot be trained.
         assert IMAGE not in rollout.tokens
     assert alone["first", 0, 0].tokens.tolist() != alone["second", 0, 0].tokens.tolist()
 
 
 def test_drafts_batch_and_chunks_change_no_token(model: nn.Module, alone: Rollouts) -> None:
-    # Chunks of three tokens begin and end inside of pictures.
+    # Chunks of three tokens begin and end inside images.
     engine = TorchEngine(model, drafter_of(alone), max_batch=12, max_prefill=3, costs="none")
     assert_same(run(engine, requests(model.config.model_type)), alone, tolerance=1e-5)
     assert engine.stats.num_accepted > 0
@@ -121,7 +121,7 @@ def test_each_picture_is_computed_once_in_a_version_by_the_weights_of_it() -> No
             weight.add_(0.05)
     with pytest.raises(InputError, match="weights have changed since version 0"):
         engine.update_weights(0)
-    # The engine's own weights are those of its version until it is updated.
+    # Until it is updated, the engine keeps the weights of its version.
     assert_same(run(engine, requests("qwen2_5_vl", draw=1)), before, tolerance=1e-6)
     engine.update_weights(1)
     after = run(engine, requests("qwen2_5_vl", draw=1))

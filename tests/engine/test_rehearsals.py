@@ -1,4 +1,4 @@
-"""Rehearsed rollouts: law 5 whatever was rehearsed, the new weights' log-probs, and rows that nothing else needs."""
+"""Rehearsed rollouts keep law 5 and the new weights' log-probs, and use only rows that nothing else needs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,12 +21,12 @@ SOME = group_requests(6, 3, stop_tokens=(7,))
 
 @pytest.fixture
 def policy() -> PreTrainedModel:
-    """A model whose weights a test may move."""
+    """Return a model whose weights a test may change."""
     return build_float64("qwen3").eval()
 
 
 def move(model: PreTrainedModel, size: float, seed: int = 0) -> None:
-    """Moves the weights a little, as an update does."""
+    """Change the weights a little, as an update does."""
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -34,7 +34,7 @@ def move(model: PreTrainedModel, size: float, seed: int = 0) -> None:
 
 
 def rehearse(engine: TorchEngine, requests: Sequence[Request], num_steps: int | None = None) -> Tokens:
-    """What an engine rehearses of requests, to the end or for some steps."""
+    """Return the tokens that an engine rehearses for requests, to the end or for some steps."""
     engine.rehearse(requests)
     while engine.is_rehearsing and num_steps != 0:
         assert engine.step() == []
@@ -51,7 +51,7 @@ def tokens_of(rollouts: Rollouts) -> dict[RolloutKey, TokenIds]:
 
 
 def updated(model: PreTrainedModel, size: float = 0.05, **options: object) -> tuple[TorchEngine, Rollouts]:
-    """An engine that has rehearsed the requests of `group_requests` and got moved weights, and what these sample."""
+    """Return an engine that rehearsed SOME and got changed weights, and the rollouts that these sample."""
     engine = TorchEngine(model, **options)
     engine.rehearse(SOME)
     for _ in range(12):
@@ -97,7 +97,7 @@ def test_after_an_update_tokens_and_logprobs_are_those_of_the_new_weights(
     assert all((rollout.versions == 1).all() for rollout in found.values())
     stats = engine.stats.since(before)
     if max_prefill < 512:
-        # Rows go on alone until it is their turn.
+        # Rows sample normally until their turn to be verified.
         return
     assert 0 < stats.num_kept < stats.num_verified
     num_equal = [common(tokens, expected[key].tokens) for key, tokens in rehearsed.items()]
@@ -124,7 +124,7 @@ WRONG: dict[str, Callable[[Rollout], object]] = {
 def test_no_rehearsal_changes_a_token(model: PreTrainedModel, wrong: str, max_batch: int) -> None:
     requests = group_requests(4, stop_tokens=(7,))
     plain = run(TorchEngine(model, max_batch=1), requests)
-    # Every other one: some have siblings without.
+    # Rehearse every second sample, so that some have siblings without a rehearsal.
     tokens = {key: WRONG[wrong](rollout) for key, rollout in plain.items() if key[2] % 2}
     engine = TorchEngine(model, drafter_of(plain), max_batch=max_batch, costs="none")
     assert_same(run(engine, with_tokens(requests, tokens)), plain)
@@ -176,7 +176,7 @@ def test_a_resumed_rollout_goes_on_with_what_was_rehearsed(model: PreTrainedMode
     assert_same(run(engine, with_tokens(resumed, tokens_of(plain))), plain)
     assert 0 <= engine.stats.num_kept == engine.stats.num_verified == engine.stats.num_sampled - engine.stats.num_rows
     assert engine.stats.num_rows <= 2 * len(requests)
-    # Of one that begins otherwise nothing is drawn again.
+    # A rehearsal with another beginning is not verified.
     other = {key: np.roll(rollout.tokens, 1) + 1 for key, rollout in plain.items()}
     engine = TorchEngine(model)
     assert_same(run(engine, with_tokens(resumed, other)), plain)
@@ -208,7 +208,7 @@ def test_rehearsals_take_only_rows_that_nothing_else_needs(model: PreTrainedMode
     assert [getattr(engine.stats, name) for name in names] == [getattr(plain.stats, name) for name in names]
     assert engine.stats.num_rehearsed > 0
     assert engine.progress() == {}
-    # Rows that rehearse are given up when a request comes.
+    # Rows that rehearse are given up when a request arrives.
     for _ in range(3):
         engine.step()
     before = engine.stats

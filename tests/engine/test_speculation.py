@@ -1,4 +1,4 @@
-"""What an engine tells its drafter, and how it finds out what passes cost."""
+"""The engine's feedback to its drafter, and its measured costs of passes."""
 
 import itertools
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from treering.history.types import DraftRows, Drafts
 
 
 class Watching(Drafter):
-    """A drafter that records the rows of each call."""
+    """Drafter that records the rows of each call."""
 
     def __init__(self, store: HistoryStore) -> None:
         super().__init__(store)
@@ -51,7 +51,7 @@ def test_a_drafter_that_backs_off_is_not_called_and_changes_no_rollout(model: Pr
 
 
 class Timed(Decoder):
-    """A pass over T tokens takes T**2 seconds of simulated time, plus spikes."""
+    """Decoder whose pass over T tokens takes T**2 seconds of simulated time, plus spikes."""
 
     def __init__(self, spikes: Mapping[int, float] | None = None) -> None:
         self.now = 0.0
@@ -99,7 +99,7 @@ def test_few_rounds_are_measured_in_more_time_than_many(round_s: float, num_roun
     while needs_another_round(done, done * round_s + 1e-9, most=25, budget_s=0.2):
         done += 1
     assert done == num_rounds
-    # Even if the clock jumped before the first round.
+    # At least one round runs even if the clock jumped before it.
     assert needs_another_round(0, 100.0, most=25, budget_s=0.2)
 
 
@@ -138,7 +138,7 @@ def test_measuring_changes_no_rollout_and_no_count(model: PreTrainedModel, backe
 
 
 class Listener(ScriptedDrafter):
-    """Drafts one token, and records the costs that it is given."""
+    """Drafter of one token that records the costs it receives."""
 
     def __init__(self) -> None:
         super().__init__(lambda prompt_id, so_far, max_drafts: chain([1]))
@@ -170,7 +170,7 @@ def step(costs: ObservedCosts, *, num_new: int = 1, drafted: bool = False, secon
 
 
 def simulate(costs: ObservedCosts, num_steps: int, *, num_new: int, seconds: float) -> list[bool]:
-    """The steps that drafted, where a step with drafts gains `num_new` tokens a row and takes `seconds`."""
+    """Return which steps drafted, if a step with drafts gains `num_new` tokens per row in `seconds`."""
     asked = []
     for _ in range(num_steps):
         asked.append(costs.may_draft(NUM_ROWS))
@@ -185,10 +185,10 @@ def test_losing_drafts_lose_no_more_than_their_share(max_loss: float, factor: fl
     asked = simulate(costs, 20_000, num_new=1, seconds=factor * PLAIN_S)
     lost = sum(asked) * (factor - 1) * PLAIN_S
     assert costs.saved_s == pytest.approx(-lost)
-    # A step is begun only within the budget, so at most the last one exceeds it.
+    # A step starts only within the budget, so at most the last one exceeds it.
     assert lost <= max_loss * costs.total_s + (factor - 1) * PLAIN_S * bool(max_loss)
     assert any(asked) == bool(max_loss)
-    # Each loss in a row makes the rest longer.
+    # Each loss in a row lengthens the rest.
     assert sum(asked) < 40
 
 
@@ -229,7 +229,7 @@ def test_overhead_counts_as_a_loss() -> None:
 @pytest.mark.parametrize(
     ("num_new", "is_finished", "num_waiting", "expected_s"),
     [
-        # 4 rows take 1.3 s, of which 0.1 s are each row's: the other 0.9 s are saved once for every step less.
+        # Four rows take 1.3 s: 0.1 s per row, and 0.9 s that are saved for every step avoided.
         ([1, 1, 1, 1], [0, 0, 0, 0], 0, 1.3),
         ([5, 2, 2, 2], [0, 0, 0, 0], 0, 2 * 0.9 + 11 * 0.1),
         ([5, 1, 2, 2], [0, 1, 0, 0], 0, 2 * 0.9 + 10 * 0.1),

@@ -1,4 +1,4 @@
-"""Stop strings are found in the text as it stands after a prompt."""
+"""Stop strings are matched against the text as decoded after its prompt."""
 
 import numpy as np
 import pytest

@@ -24,7 +24,7 @@ Rollouts = dict[RolloutKey, Rollout]
 def group_requests(
     num_prompts: int = 16, group_size: int = 4, *, draw: int = 0, max_tokens: int = 20, **options: object
 ) -> list[Request]:
-    """Prompts of 1 to 16 tokens, all prefixes of one sequence, so that some are prefixes of others."""
+    """Return prompts of 1 to 16 tokens, all prefixes of one sequence, so that some are prefixes of others."""
     row = np.random.default_rng(0).integers(0, VOCAB, num_prompts).astype(np.int32)
     sampling = Sampling(max_tokens=max_tokens, **options)
     return [
@@ -35,7 +35,7 @@ def group_requests(
 
 
 def recomputing(engine: TorchEngine) -> TorchEngine:
-    """The engine, which copies no keys and values any more."""
+    """Make the engine copy no keys and values from now on."""
     engine._table._copies = lambda tokens, num_computed: []
     return engine
 
@@ -63,7 +63,7 @@ def assert_same(actual: Rollouts, expected: Rollouts, tolerance: float = 1e-10) 
 
 @pytest.fixture(scope="module")
 def plain(model: PreTrainedModel) -> Rollouts:
-    """64 rollouts, one after another, on the plain decoder, without drafts."""
+    """Return 64 rollouts, sampled one after another on the plain decoder, without drafts."""
     return run(TorchEngine(model, max_batch=1, backend="plain"), group_requests(stop_tokens=(7,)))
 
 
@@ -198,7 +198,7 @@ def test_stock_weights_give_the_models_own_logprobs(family: str, dtype: torch.dt
 
 
 def test_the_sampled_distribution_is_the_processed_one(model: PreTrainedModel) -> None:
-    """Compares a first token's `logprobs` with probabilities computed from the model's own logits."""
+    """Compare a first token's `logprobs` with probabilities computed from the model's own logits."""
     requests = group_requests(1, 64, max_tokens=1, temperature=0.5, top_k=6, top_p=0.9)
     rollouts = run(TorchEngine(model, max_batch=16), requests)
     with torch.no_grad():
@@ -256,7 +256,7 @@ def test_a_hook_on_the_model_is_accepted_where_it_leaves_the_logits_alone(model:
 
 
 def test_reprefill_recomputes_a_running_rollout(model: PreTrainedModel) -> None:
-    """`reprefill` under changed weights: later tokens are as if the new weights had read the whole context."""
+    """After `reprefill` under changed weights, later tokens are as if the new weights had read the whole context."""
     mine = build_float64("qwen3", seed=0).eval()
     requests = group_requests(3, 2, max_tokens=12)
     engine = TorchEngine(mine, max_batch=8)
@@ -281,7 +281,7 @@ def test_prompts_of_a_group_are_computed_once(model: PreTrainedModel) -> None:
     requests = group_requests(16, 4)
     engine = TorchEngine(model, max_batch=64)
     run(engine, requests)
-    # All tokens of a prompt but the last, which each rollout computes itself.
+    # Each rollout computes the last token of its prompt itself.
     assert engine.stats.num_prefilled == sum(range(16))
 
 

@@ -26,7 +26,7 @@ def requests_of(**options: object) -> list[Request]:
 
 
 def one_by_one(model: PreTrainedModel, requests: list[Request]) -> Rollouts:
-    """The plain path: one row per batch, so that there are no duplicates."""
+    """Run one row per batch, the plain path, which has no duplicates."""
     return run(TorchEngine(model, max_batch=1, backend="plain"), requests)
 
 
@@ -36,7 +36,7 @@ def plain(model: PreTrainedModel) -> Rollouts:
 
 
 def branching(rollouts: Rollouts) -> ScriptedDrafter:
-    """Drafts every continuation of the prompt's rollouts from here, after a wrong first token."""
+    """Return a drafter of every continuation in the prompt's rollouts, after a wrong first token."""
 
     def tree_of(prompt_id: str, so_far: list[int], max_drafts: int) -> Tree:
         tokens, parents, nodes = [(VOCAB - 1)], [-1], {(): -1}
@@ -72,7 +72,7 @@ def test_rollouts_equal_those_of_separate_rows(
     np.random.default_rng(max_batch).shuffle(requests)
     engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=max_batch, backend=backend)
     assert_same(run(engine, requests), plain)
-    # Duplicate rows diverge at some point, and continue from what was computed for their leaders.
+    # Duplicate rows diverge at some point and continue from what their leaders computed.
     assert 0 < engine.stats.num_duplicate_rows < engine.stats.num_rows
     assert (engine.stats.num_accepted > 0) == (drafting != "none")
     assert engine.stats.acceptance <= 1.0
@@ -146,7 +146,7 @@ def test_a_duplicate_that_ends_inside_its_leaders_draft_writes_nothing_behind_it
         for name, prompt, max_tokens, sample in (
             ("q", [3, 9], 20, 0),
             ("q", [3, 9], limit, 1),
-            # Its prompt of one token needs no span, so that its own lies behind that of the shorter one.
+            # A prompt of one token needs no span, so this row's span follows the shorter one's.
             ("other", [4], 20, 0),
         )
     ]

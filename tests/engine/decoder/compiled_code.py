@@ -1,4 +1,4 @@
-"""Inspects compiled kernels: their buffers, and what asynchronous copies wait for and how wide they are."""
+"""Inspect compiled kernels: shared-memory buffers, and the dependencies and widths of asynchronous copies."""
 
 import re
 
@@ -6,7 +6,7 @@ _NAME = re.compile(r"%[A-Za-z_0-9]+")
 
 
 def num_buffers(ttgir: str) -> list[int]:
-    """Buffers in shared memory of each tensor that a loop loads ahead.
+    """Return the number of shared-memory buffers of each tensor that a loop prefetches.
 
     Example: `ttg.local_alloc : () -> !ttg.memdesc<2x64x128xbf16, ...` is one tensor with 2.
     """
@@ -14,7 +14,7 @@ def num_buffers(ttgir: str) -> list[int]:
 
 
 def copies_wait_for_loads(ttgir: str) -> bool:
-    """Whether an asynchronous copy inside a loop takes an address from a load of the same round of the loop."""
+    """Return whether an asynchronous copy in a loop takes its address from a load of the same iteration."""
     loop = [line.strip() for line in ttgir.split("scf.for", 1)[-1].splitlines()[1:]] if "scf.for" in ttgir else []
     sources: dict[str, list[str]] = {}
     loaded: set[str] = set()
@@ -42,6 +42,6 @@ def _reaches(names: list[str], sources: dict[str, list[str]], wanted: set[str]) 
 
 
 def copy_bytes(ptx: str) -> list[int]:
-    """Distinct widths of the asynchronous copies to shared memory."""
+    """Return the distinct widths of asynchronous copies to shared memory."""
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], \[[^\]]*\], (0x[0-9a-f]+|\d+)", ptx)
     return sorted({int(width, 0) for width in copies})

@@ -1,4 +1,4 @@
-"""Compiles the engine's kernels for a Hopper GPU, without a GPU: prints one JSON object per kernel and dtype.
+"""Compile the engine's kernels for a Hopper GPU without a GPU; print one JSON object per kernel and dtype.
 
 Runs in its own process, since the tests' process runs the kernels in triton's interpreter:
 python -m tests.engine.decoder.compiled_cuda_kernels
@@ -41,7 +41,7 @@ GUMBEL_MAX = {
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Kernels for float16 differ from those for bfloat16 in the type alone."""
+"""float16 is left out: its kernels differ from those of bfloat16 only in the type."""
 
 
 def compile_kernel(

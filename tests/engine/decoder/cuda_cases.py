@@ -1,4 +1,4 @@
-"""Passes over pages for the CUDA tests, with the visible slots of each token listed explicitly."""
+"""Passes over pages for the CUDA tests, with an explicit list of each token's visible slots."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.cuda.pages import PAGE_SLOTS
 
-# Without triton, whoever imports this file is skipped.
+# Without triton, skip every test module that imports this file.
 pytest.importorskip("triton")
 INTERPRETED_ONLY = pytest.mark.skipif(
     not pytest.importorskip("treering.attention.triton_kernels").INTERPRETED,
@@ -18,12 +18,12 @@ INTERPRETED_ONLY = pytest.mark.skipif(
 )
 
 APART = 128
-"""Addresses from one row's prefix to the next one's; its own span begins in the middle."""
+"""Addresses from one row's prefix to the next row's; a row's own span starts half way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Tokens of a shared prefix, committed ones of its own span, how many of these the pass computes, and drafts."""
+    """Token counts of a row: shared prefix, committed own span, how many of these the pass computes, and drafts."""
 
     prefix: int
     own: int
@@ -32,7 +32,7 @@ class Row:
 
 
 def batch_of(rows: list[Row], vocab_size: int = 50) -> TokenBatch:
-    """The rows' fed tokens and drafts; every token's logits are wanted."""
+    """Return a batch of the rows' fed tokens and drafts that wants every token's logits."""
     rng = np.random.default_rng(0)
     columns: list[list[int]] = []
     for number, row in enumerate(rows):
@@ -60,7 +60,7 @@ def batch_of(rows: list[Row], vocab_size: int = 50) -> TokenBatch:
 
 
 def path_of(parents: tuple[int, ...], node: int) -> list[int]:
-    """A draft and its ancestors, deepest first."""
+    """Return a draft and its ancestors, deepest first."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(parents[path[-1]])
@@ -68,7 +68,7 @@ def path_of(parents: tuple[int, ...], node: int) -> list[int]:
 
 
 def addresses_seen(rows: list[Row]) -> list[np.ndarray]:
-    """The visible addresses of each token of `batch_of`."""
+    """Return the visible addresses of each token of `batch_of`."""
     seen = []
     for number, row in enumerate(rows):
         prefix = number * APART + np.arange(row.prefix)
@@ -83,7 +83,7 @@ def addresses_seen(rows: list[Row]) -> list[np.ndarray]:
 def random_case(
     rows: list[Row], *, num_heads: int, num_kv_heads: int, head_size: int = 16, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Queries, pages in random order, and the visible slots of each token."""
+    """Return queries, pages in random order, and the visible slots of each token."""
     generator = torch.Generator().manual_seed(1)
     batch = batch_of(rows)
     num_pages = (len(rows) + 1) * APART // PAGE_SLOTS
@@ -107,7 +107,7 @@ def random_case(
 
 
 def expected_attention(case: dict[str, Any]) -> torch.Tensor:
-    """Reference attention, float32 [T, H D], by a loop over tokens and heads."""
+    """Compute reference attention, float32 [T, H D], by a loop over tokens and heads."""
     keys, values = case["keys"].double(), case["values"].double()
     num_kv_heads, _, head_size = keys.shape
     groups = case["num_heads"] // num_kv_heads

@@ -1,4 +1,4 @@
-"""The fused decoder's memory layout of weights: readers see the same values, and updates arrive."""
+"""The fused decoder changes the memory layout of weights; readers see the same values, and updates arrive."""
 
 import numpy as np
 import pytest

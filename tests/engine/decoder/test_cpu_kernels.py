@@ -1,4 +1,4 @@
-"""The CPU loops equal plain formulas for every size, and write no other memory."""
+"""The CPU loops equal plain formulas for every size and write no other memory."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from treering.engine.decoder.cpu.kernels import attend, silu_mul, write_keys
 from treering.engine.decoder.cpu.simd import exponential, lanes, lanes_of, load, store
 
 ATTENTION_SLACK = 8
-"""Units in the last place, for sums in another order."""
+"""In units in the last place, because sums run in another order."""
 
 
 @njit
@@ -84,7 +84,7 @@ class AttentionCase:
         return [*prefix, *own, *(self.tree_start[token] + j for j, bit in enumerate(bits) if bit == "1")]
 
     def run(self, order: list[int]) -> Floats:
-        """Attention of these tokens in one call."""
+        """Attend for these tokens in one call."""
         out = pad_to_vector(np.zeros((len(order), self.num_heads * self.head_size), self.keys.dtype))
         spans = self.prefix_start, self.num_prefix, self.own_start, self.num_own, self.tree_start, self.tree_bits
         scores = np.full((2, self.context + 200), np.nan, self.keys.dtype)
@@ -167,13 +167,13 @@ def test_a_nan_key_makes_every_token_that_sees_it_nan(dtype: np.dtype, slot: int
 
 
 SLACK = 16
-"""Units in the last place: of a norm, two products and a sum, each of numbers up to about 4."""
+"""In units in the last place, for a norm, two products and a sum of numbers up to about 4."""
 NUM_HEADS, NUM_KV_HEADS, NUM_SLOTS, NUM_TOKENS = 4, 2, 40, 7
 EPS = 1e-6
 
 
 class Case:
-    """Tokens at mixed positions, for slots in no order."""
+    """Tokens at mixed positions, written to slots in random order."""
 
     def __init__(self, dtype: np.dtype, head_size: int, *, has_norms: bool) -> None:
         rng = np.random.default_rng(head_size)
@@ -187,7 +187,7 @@ class Case:
         self.positions, self.slots = rng.integers(0, 50, NUM_TOKENS), rng.permutation(NUM_SLOTS)[:NUM_TOKENS]
 
     def run(self, tokens: list[int]) -> tuple[Floats, Floats, Floats]:
-        """Heads [T, H + 2 G, D] after one call with these tokens, and the arena's keys and values; NaN is unwritten."""
+        """Run these tokens in one call; return heads [T, H + 2 G, D], keys and values. Unwritten slots are NaN."""
         dtype, qkv = self.qkv.dtype, pad_to_vector(self.qkv[tokens])
         keys = np.full((NUM_KV_HEADS, self.head_size, NUM_SLOTS), np.nan, dtype)
         values = np.full((NUM_KV_HEADS, NUM_SLOTS, self.head_size), np.nan, dtype)

@@ -1,4 +1,4 @@
-"""Paged attention, in triton's interpreter, against softmax over each token's explicit list of slots."""
+"""Paged attention in triton's interpreter equals softmax over each token's explicit list of slots."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ TREES = [
 
 
 def attended(case: dict, tables: PassTables, *, num_parts: int, num_tokens: int, num_tiles: int) -> torch.Tensor:
-    """Runs the kernels with tables padded to a bucket."""
+    """Run the kernels with tables padded to a bucket."""
     tokens = np.zeros((6, num_tokens), np.int64)
     tokens[:, : tables.tokens.shape[1]] = tables.tokens
     tiles = np.zeros((num_tiles, 6), np.int64)
@@ -84,7 +84,7 @@ def test_the_highest_bit_is_one_slot_and_not_all_after_it() -> None:
     row = Row(prefix=0, own=3, parents=parents)
     case = random_case([row, Row(prefix=0, own=1)], num_heads=1, num_kv_heads=1)
     batch = case["batch"]
-    # The last token moves into the tree's tile and sees more of its span than the tree has.
+    # Move the last token into the tree's tile, where it sees more of its span than the tree has.
     batch.own_start[-1], batch.prefix_start[-1], batch.num_own[-1] = batch.own_start[0], 0, 100
     pages = case["table"].numpy()[np.arange(batch.own_start[0], batch.own_start[0] + 100) // 16]
     case["slots_seen"][-1] = pages * 16 + np.arange(100) % 16

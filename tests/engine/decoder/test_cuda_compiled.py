@@ -1,4 +1,4 @@
-"""The engine's kernels compile for their target GPU; the interpreter accepts much more."""
+"""The engine's kernels compile for their target GPU, which accepts less than the interpreter."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def compiled() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_and_two_programs_share_a_multiprocessor(compiled: list[dict[str, Any]]) -> None:
-    # Attention and 6 others in two dtypes, and the walk.
+    # Four attention kernels and six others in two dtypes, and the tree walk.
     assert len(compiled) == 2 * (4 + 6) + 1
     attention = [kernel for kernel in compiled if kernel["kernel"] == "attend" and kernel["dtype"] != "fp32"]
     assert all(2 * kernel["shared_bytes"] <= SHARED_BYTES for kernel in attention)
@@ -27,8 +27,8 @@ def test_attention_runs_on_matrix_units_and_loads_ahead(compiled: list[dict[str,
     attention = [kernel for kernel in compiled if kernel["kernel"] == "attend"]
     assert len(attention) == 8
     assert all(kernel["has_matrix_units"] for kernel in attention)
-    # Keys and values of a tile are copied, 16 bytes at a time, into one of two buffers while the other one is read, and
-    # from addresses that were there when the tile's round began.
+    # Each tile's keys and values are copied 16 bytes at a time into one of two buffers while the other is read. The
+    # addresses are known before the iteration starts.
     assert all(kernel["num_buffers"] == [2, 2] and kernel["copy_bytes"] == [16] for kernel in attention)
     assert not any(kernel["copies_wait_for_loads"] for kernel in attention)
 

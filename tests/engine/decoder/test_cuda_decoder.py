@@ -1,4 +1,4 @@
-"""The decoder for CUDA, in triton's interpreter, against the plain one."""
+"""The CUDA decoder, in triton's interpreter, equals the plain one."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""An engine with pages, kernels and device-side verification, in triton's interpreter, against a plain one."""
+"""An engine with pages, kernels and device-side verification, in triton's interpreter, equals a plain one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ def model() -> PreTrainedModel:
 
 
 def requests_with(beginning: int, endings: list[int], *, group_size: int = 1, max_tokens: int = 4) -> list[Request]:
-    """Prompts with a common beginning and endings of their own."""
+    """Return requests whose prompts share a beginning and end differently."""
     rng = np.random.default_rng(0)
     common = rng.integers(0, VOCAB, beginning)
     prompts = [np.concatenate([common, rng.integers(0, VOCAB, ending)]).astype(np.int32) for ending in endings]
@@ -41,7 +41,7 @@ def requests_with(beginning: int, endings: list[int], *, group_size: int = 1, ma
 
 
 def right_second(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
-    """The right path is between wrong siblings, so that its keys and values move."""
+    """Put the right path between wrong siblings, so that its keys and values move."""
     wrong = [(token + 1) % VOCAB for token in right]
     return [wrong[0], right[0], wrong[1], right[1]][:max_drafts], [-1, -1, 1, 1][:max_drafts]
 
@@ -64,7 +64,7 @@ def test_prompts_with_a_common_beginning_compute_its_full_pages_once(model: PreT
     requests = requests_with(20, [3, 9], group_size=2, max_tokens=2)
     engine = TorchEngine(model, max_batch=6, max_prefill=20, backend="cuda")
     assert_same(run(engine, requests), with_plain(model, requests), 1e-4)
-    # 16 of 20 common tokens fill a page; then each prompt's rest but its last token.
+    # 16 of the 20 common tokens fill a page; each prompt then computes the rest except its last token.
     assert engine.stats.num_prefilled == 16 + sum(4 + ending - 1 for ending in (3, 9))
 
 
@@ -84,7 +84,7 @@ def test_a_repeated_prompt_finds_its_pages_until_the_weights_change(model: PreTr
 
 
 def test_branches_copy_keys_and_values_across_pages(model: PreTrainedModel) -> None:
-    """A span of 20 + 16 tokens has three pages, of which a finished rollout keeps those that it filled."""
+    """A span of 20 + 16 tokens has three pages; a finished rollout keeps the full ones."""
     first = replace(requests_with(18, [2], max_tokens=16)[0], call=0)
     engine = TorchEngine(model, max_batch=3, max_tokens=200, backend="cuda")
     (parent,) = run(engine, [first]).values()
@@ -120,7 +120,7 @@ def test_a_trainer_may_capture_after_an_engine_in_inference_mode(monkeypatch: py
     made: list[torch.Tensor] = []
 
     def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        # A tensor that the capture itself creates, like torch's random number state.
+        # Create a tensor during the capture, like torch's random number state.
         made.append(torch.zeros(1))
         return work
 

@@ -1,4 +1,4 @@
-"""Pages and paged spans, against a model that tracks what the readers of every page expect in it."""
+"""Pages and paged spans agree with a model that tracks what the readers of every page expect in it."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ NUM_PAGES = 12
 
 
 def prompt(*blocks: int, rest: int = 0) -> np.ndarray:
-    """A prompt of whole pages, each one token 16 times, plus `rest` tokens."""
+    """Return a prompt of whole pages, each one token repeated 16 times, plus `rest` tokens."""
     return np.concatenate([np.repeat(np.array(blocks, np.int32), PAGE_SLOTS), np.full(rest, 77, np.int32)])
 
 
@@ -33,7 +33,7 @@ def test_freed_pages_are_cached_and_the_oldest_evicted_first() -> None:
     again = allocate_prompt(pages, prompt(1, 1))
     assert pages.num_computed(again) == 32
     pages.free(again)
-    # The other prompt is the older one now, and its second page is evicted before its first.
+    # The other prompt is now the older one, and its second page is evicted before its first.
     one = pages.allocate(1)
     known = allocate_prompt(pages, prompt(2, rest=0))
     assert pages.num_computed(known) == 16
@@ -50,7 +50,7 @@ def test_new_weights_leave_nothing_computed() -> None:
     pages.free(gone)
     pages.invalidate()
     assert pages.num_computed(stays) == 0
-    # Still shared: whichever reader computes it first computes it for both.
+    # The pages are still shared: the first reader to compute them does so for both.
     both = allocate_prompt(pages, prompt(2, 3))
     assert both == stays
     pages.set_computed(both, 32)
@@ -65,7 +65,7 @@ def test_too_few_pages_allocate_nothing() -> None:
     assert pages.allocate(2) is None
     assert pages.allocate_prompt(prompt(5, 6)) is None
     pages.free(taken)
-    # Its two cached pages are free, but the prompt needs them and two others.
+    # The prompt's two cached pages are free, but it needs two more.
     assert pages.allocate_prompt(prompt(1, 2, 3, 4)) is None
     assert pages.num_computed(allocate_prompt(pages, prompt(1, 2, rest=1))) == 32
 
@@ -85,7 +85,7 @@ OPERATIONS = st.lists(
 @given(OPERATIONS)
 def test_pages_never_hold_another_prompts_values_and_are_never_lost(operations: list) -> None:
     pages, version = PageAllocator(NUM_PAGES), 0
-    # The content of each slot of each page: the tokens up to it, and the version of the weights.
+    # Content of each slot of each page: the tokens up to it and the weights' version.
     slots: dict[tuple[int, int], tuple[bytes, int]] = {}
     spans: list[tuple[list[int], np.ndarray | None]] = []
     for kind, what, amount in operations:
@@ -112,7 +112,6 @@ def test_pages_never_hold_another_prompts_values_and_are_never_lost(operations: 
 def compute(
     pages: PageAllocator, slots: dict, taken: list[int], tokens: np.ndarray, num_tokens: int, version: int
 ) -> None:
-    """Computes the missing tokens up to `num_tokens`."""
     for place in range(pages.num_computed(taken), num_tokens):
         slots[taken[place // PAGE_SLOTS], place % PAGE_SLOTS] = (tokens[: place + 1].tobytes(), version)
     pages.set_computed(taken, num_tokens)

@@ -87,7 +87,7 @@ def columns_of(num_rows: int) -> BatchState:
 
 
 def inputs_of(rows: list[int], drafts: DraftTrees) -> StepInputs:
-    """Step inputs in which each row is sampled after its context and after each draft."""
+    """Return step inputs that sample each row after its context and after each draft."""
     counts, sampled = 1 + np.diff(drafts.offsets)[rows], np.array(rows, np.int64)
     return StepInputs(of_sequence(np.arange(counts.sum())), sampled, sampled, np.cumsum(counts) - counts, NOTHING)
 
@@ -117,7 +117,7 @@ def test_trees_give_the_tokens_of_the_walk_on_cpu(seed: int, cut: str) -> None:
     if cut == "min_p":
         columns.log_min_p[::2] = np.log(0.4)
     if cut == "penalty":
-        # A drafted token repeats its own ancestors, so a context of one token shows whether they count.
+        # A drafted token repeats its ancestors, so a context of one token shows whether they are counted.
         columns.tokens[:] = 1
         columns.num_tokens[:] = 1
         columns.penalty[::2] = 3.0
@@ -161,7 +161,7 @@ def test_duplicate_rows_sample_from_their_leaders_logits_with_their_own_noise() 
     first = np.array([0, 1 + len(trees[0][0])])[[0, 0, 1, 0, 1]]
     logits = torch.from_numpy(rng.normal(size=(2 + len(trees[0][0]) + len(trees[2][0]), 3)).astype(np.float32))
     inputs = StepInputs(of_sequence(np.arange(len(logits))), rows, leaders, first, NOTHING)
-    # The same with separate logits and drafts for each row.
+    # Give each row its own logits and drafts instead.
     apart = drafts_of([trees[leader] for leader in leaders], 3)
     places = np.concatenate(
         [np.arange(at, at + 1 + len(trees[leader][0])) for at, leader in zip(first, leaders, strict=True)]

@@ -1,5 +1,7 @@
-"""Host-device traffic of passes and sampling, on torch's meta device: it computes nothing, so code that reads a result
-fails, and every copy between host and device is visible."""
+"""Passes and sampling exchange the fewest possible copies between host and device.
+
+Torch's meta device computes nothing, so code that reads a result fails and every copy is visible.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +33,7 @@ COPY = "aten.copy_.default"
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that allocate tensors, and of those between two devices."""
+    """Record the names of operations that allocate tensors and of those between two devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels in launch order; they do not run."""
+    """Return a list that collects kernel names in launch order, instead of running them."""
     names: list[str] = []
 
     def run(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:

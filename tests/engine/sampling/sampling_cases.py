@@ -1,4 +1,4 @@
-"""Shared by the sampling tests: the distribution by definition, every sampler, and comparisons."""
+"""Shared parts of the sampling tests: the distribution by definition, every sampler, and comparisons."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from treering.engine.sampling.sample_cpu import verify
 Floats = NDArray[np.floating]
 
 NUM_ROLLOUTS = 30_000
-# Each statistical bound fails with a chance of 1e-6 for truly random noise; the noise is fixed, so tests never flake.
+# For truly random noise each statistical bound fails with probability 1e-6; the noise is fixed, so tests never flake.
 LOG_ODDS = math.log(1e6)
 
 
@@ -30,7 +30,7 @@ class Rule:
     min_p: float = 0.0
     penalty: float = 1.0
     context: tuple[int, ...] = ()
-    """Tokens of every row's context, which are penalised."""
+    """Tokens of every row's context, to which the penalty applies."""
 
     @property
     def log_min_p(self) -> float:
@@ -48,8 +48,6 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Verified:
-    """The outputs of `verify`."""
-
     code: int
     tokens: Int32Array
     logprobs: Floats
@@ -59,14 +57,14 @@ class Verified:
 
 
 def expected_probabilities(logits: Floats, rule: Rule) -> Floats:
-    """The distribution of one row, from a sorted list and exact sums."""
+    """Compute the distribution of one row from a sorted list and exact sums."""
     logits = penalised(logits, rule)
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: rule.top_k or None]
     weights = {i: math.exp((float(logits[i]) - float(max(logits))) / rule.temperature) for i in order}
     total = math.fsum(weights.values())
     kept: list[int] = []
     for i in order:
-        # A mass that equals top_p in real numbers may miss it by rounding; see MASS_SLACK.
+        # Rounding may push a mass that equals top_p in real numbers below it; see MASS_SLACK.
         if kept and rule.top_p < 1 and math.fsum(weights[j] for j in kept) / total >= rule.top_p - 1e-12:
             break
         kept.append(i)
@@ -76,7 +74,7 @@ def expected_probabilities(logits: Floats, rule: Rule) -> Floats:
 
 
 def penalised(logits: Floats, rule: Rule) -> list[float]:
-    """Hugging Face's definition: a repeated token's logit is divided where positive and multiplied where negative."""
+    """Penalise as Hugging Face does: divide a repeated token's logit if positive, multiply it if negative."""
     return [
         float(logit) if i not in rule.context else float(logit) * (rule.penalty if logit < 0 else 1 / rule.penalty)
         for i, logit in enumerate(logits)
@@ -128,9 +126,9 @@ def verified(
     parents: Int32Array | None = None,
     contexts: Int32Array | None = None,
 ) -> Verified:
-    """`verify` for B rollouts with equally many drafts [B, J], chains or trees, and logits [B * (J + 1), V].
+    """Call `verify` for B rollouts with equally many drafts [B, J], chains or trees, and logits [B * (J + 1), V].
 
-    Each context is the first `positions` tokens of its row of `contexts`; without them, the rule's over and over.
+    Each context is the first `positions` tokens of its row of `contexts`, by default repetitions of the rule's context.
     """
     num, num_drafts = drafts.shape
     if parents is None:
@@ -172,7 +170,7 @@ def rollout_keys(num: int, draw: int = 0) -> Int64Array:
 
 
 def assert_distribution(outcomes: Int64Array, probabilities: Floats) -> None:
-    """Pearson's chi-square; see Laurent and Massart for the bound on its upper tail."""
+    """Test with Pearson's chi-square and the upper-tail bound of Laurent and Massart."""
     counts = np.bincount(outcomes, minlength=probabilities.size)
     possible = probabilities > 0
     assert not counts[~possible].any()

@@ -1,4 +1,4 @@
-"""Keyed noise: the same bits everywhere, uniform, and independent across rollouts, positions and tokens."""
+"""Keyed noise is bitwise the same everywhere, uniform, and independent across rollouts, positions and tokens."""
 
 import hashlib
 import itertools
@@ -21,14 +21,15 @@ from treering.types import PromptId
 
 KEYS = st.integers(-(2**63), 2**63 - 1)
 POSITIONS = st.integers(0, 2**40)
-# Each statistical bound fails with this chance for truly random numbers; they are fixed, so tests never flake.
+# For truly random numbers each statistical bound fails with this probability; the numbers are fixed, so tests never
+# flake.
 LOG_ODDS = math.log(1e6)
 SIDE = 600
 """Numbers along each axis of a block of noise."""
 
 
 def mix(bits: int) -> int:
-    """Finaliser of splitmix64, in unbounded integers."""
+    """Apply the finaliser of splitmix64 in unbounded integers."""
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
     return bits ^ bits >> 31
@@ -57,13 +58,13 @@ AXES: dict[str, Callable[[int], NDArray[np.float64]]] = {
 
 @cache
 def block(axis: str) -> NDArray[np.float64]:
-    """Noise [SIDE, SIDE] whose rows are neighbours along the named axis, which a weak hash would correlate."""
+    """Return noise [SIDE, SIDE] whose rows are neighbours along the named axis, which a weak hash would correlate."""
     rows = np.stack([AXES[axis](i) for i in range(SIDE)])
     return rows.T if axis == "tokens" else rows
 
 
 def chi_square_bound(num_cells: int) -> float:
-    """Laurent and Massart: a chi-square of d degrees exceeds d + 2 sqrt(d t) + 2 t with a chance below exp(-t)."""
+    """Bound a chi-square of d degrees: by Laurent and Massart, P(x > d + 2 sqrt(d t) + 2 t) < exp(-t)."""
     degrees = num_cells - 1
     return degrees + 2 * math.sqrt(degrees * LOG_ODDS) + 2 * LOG_ODDS
 
@@ -82,7 +83,7 @@ def test_cuda_gives_the_same_bits() -> None:
 
 @given(KEYS, POSITIONS)
 def test_no_number_is_0_or_1(key: int, position: int) -> None:
-    # An odd number of 2**-53rds is neither, and is exact in float64.
+    # An odd multiple of 2**-53 is neither 0 nor 1, and is exact in float64.
     parts = noise(key, position, 64) * 2.0**53
     assert np.all(parts % 2 == 1)
     assert parts.min() > 0

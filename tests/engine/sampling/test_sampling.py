@@ -43,7 +43,7 @@ PENALISED = [
 @pytest.mark.parametrize("how", list(DRAW))
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_tokens_have_the_requested_distribution(rule: Rule, how: str) -> None:
-    # Many rollouts at a few positions each: independent along both.
+    # Use many rollouts at a few positions each, because noise is independent along both.
     keys, positions = np.repeat(rollout_keys(NUM_ROLLOUTS // 10), 10), np.tile(np.arange(10), NUM_ROLLOUTS // 10)
     drawn = DRAW[how](np.tile(LOGITS, (NUM_ROLLOUTS, 1)), keys, positions, rule)
     assert_distribution(drawn.tokens, expected_probabilities(LOGITS, rule))
@@ -80,7 +80,7 @@ def test_a_penalty_counts_each_repeated_token_once_and_only_in_logprobs(rule: Ru
 
 @pytest.mark.parametrize("rule", [*RULES, *PENALISED], ids=str)
 def test_cuts_and_penalty_are_those_of_hugging_face(rule: Rule) -> None:
-    # Without ties, which Hugging Face cuts elsewhere.
+    # Avoid ties, which Hugging Face cuts elsewhere.
     logits = LOGITS + 0.01 * np.arange(LOGITS.size)
     scores, context = torch.from_numpy(logits)[None], torch.tensor([rule.context or (0,)])
     steps: list[logits_process.LogitsProcessor] = [
@@ -97,7 +97,7 @@ def test_cuts_and_penalty_are_those_of_hugging_face(rule: Rule) -> None:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Floats, Int64Array, Int64Array]:
-    """Rows of one size: generic, full of ties, all equal, one-hot, far apart, or with hidden tokens."""
+    """Draw rows of one size: generic, tied, all equal, one-hot, far apart, or with hidden tokens."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     num, vocab_size = 8, draw(st.sampled_from([1, 2, 3, 63, 64, 65, 130, 1000]))
     logits = rng.normal(size=(num, vocab_size)) * draw(st.sampled_from([0.0, 1e-9, 1.0, 4.0, 1e4, 1e30]))
@@ -163,7 +163,7 @@ def test_ties_are_cut_to_the_smaller_ids(how: str, seed: int, top_k: int, top_p:
     ("top_p", "num_kept"), [(0.3, 1), (0.4, 2), (0.5, 3), (0.6, 4), (0.7, 5), (0.8, 6), (0.9, 7), (0.95, 8)]
 )
 def test_mass_equal_to_top_p_reaches_it(how: str, top_p: float, num_kept: int) -> None:
-    # In float64 0.3 + 0.1 may or may not be less than 0.4, by the order of adding and dividing.
+    # In float64, 0.3 + 0.1 may be less than 0.4, depending on the order of adding and dividing.
     logits = np.tile(np.log([0.3] + 7 * [0.1]), (400, 1))
     drawn = DRAW[how](logits, rollout_keys(400), np.arange(400), Rule(top_p=top_p))
     assert set(drawn.tokens.tolist()) == set(range(num_kept))

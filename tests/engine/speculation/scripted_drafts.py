@@ -1,4 +1,4 @@
-"""A drafter that proposes scripted chains or trees, right or wrong."""
+"""Drafter that proposes scripted chains or trees, right or wrong."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -14,11 +14,11 @@ Tree = tuple[Sequence[int], Sequence[int]]
 """Tokens and their parents."""
 
 Script = Callable[[str, list[int], int], Tree]
-"""From a prompt id, the rollout so far and the most tokens that may be drafted."""
+"""Maps a prompt id, the rollout so far and the maximum number of drafted tokens to a tree."""
 
 
 def make_drafts(trees: Sequence[Tree]) -> Drafts:
-    """`Drafts` with one tree per row."""
+    """Return `Drafts` with one tree per row."""
     tokens = np.array([token for tree in trees for token in tree[0]], np.int32)
     columns: dict[str, Any] = {
         "tokens": tokens,
@@ -35,7 +35,7 @@ def chain(tokens: Sequence[int]) -> Tree:
 
 
 class ScriptedDrafter(Drafter):
-    """Calls a script for each row that may have drafts, and records the feedback."""
+    """Drafter that calls a script for each row that may have drafts and records the feedback."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(HistoryStore())

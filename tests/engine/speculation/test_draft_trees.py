@@ -29,13 +29,13 @@ def plain(model: PreTrainedModel) -> Rollouts:
 
 
 class Truth:
-    """The correct continuations: the tokens sampled by the engine without drafts."""
+    """Correct continuations: the tokens sampled by the engine without drafts."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
 
     def after(self, prompt_id: str, so_far: Sequence[int]) -> list[int]:
-        """The continuation of the first rollout with this beginning, plus tokens after its end."""
+        """Return the continuation of the first rollout with this beginning, plus tokens after its end."""
         for (prompt, _, _), rollout in self._rollouts.items():
             if prompt == prompt_id and rollout.tokens[: len(so_far)].tolist() == list(so_far):
                 return [*rollout.tokens[len(so_far) :].tolist(), 3, 4, 5]
@@ -43,7 +43,7 @@ class Truth:
 
 
 def right_last(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
-    """Wrong first tokens with children; then the right path, each token between wrong siblings."""
+    """Draft wrong first tokens with children, then the right path with each token between wrong siblings."""
     tokens, parents = [(right[0] + 1) % VOCAB, (right[0] + 2) % VOCAB, right[0], right[1]], [-1, -1, 0, 0]
     following = -1
     for token in right[:5]:
@@ -54,7 +54,7 @@ def right_last(right: list[int], rng: np.random.Generator, max_drafts: int) -> T
 
 
 def random_tree(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
-    """Any tree of up to 24 nodes; a node continues the right path where its parent is on it, half of the time."""
+    """Draft a random tree of up to 24 nodes; half of the children of right nodes are right."""
     tokens, parents, depths = [], [], [0]
     taken = set()
     for _ in range(int(rng.integers(0, min(max_drafts, 24) + 1))):
@@ -78,7 +78,7 @@ def wrong_chain(right: list[int], rng: np.random.Generator, max_drafts: int) -> 
 
 
 def wide_and_full(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
-    """As many nodes as allowed, the right ones last, so that every slot of the row is written."""
+    """Draft as many nodes as allowed, the right ones last, so that every slot of the row is written."""
     others = [token for token in range(VOCAB) if token != right[0]][: max(0, min(max_drafts, MOST_DRAFTS) - 2)]
     return [*others, *right[:2]][:max_drafts], [*[-1] * (len(others) + 1), len(others)][:max_drafts]
 
@@ -159,7 +159,7 @@ def test_feedback_has_accepted_counts_and_leaves(model: PreTrainedModel, plain: 
 
 
 def test_drafts_are_clipped_to_the_first_valid_tokens_that_fit() -> None:
-    # A chain with an unknown token, a tree with a negative one, none, a tree clipped to two, a wide tree.
+    # A chain with an unknown token, a tree with a negative one, an empty tree, a tree clipped to two, a wide tree.
     trees = [
         chain([1, 9, 2]),
         ([3, 4, 5, -1, 6], [-1, 0, -1, 0, -1]),
@@ -227,7 +227,7 @@ def test_a_token_before_its_parent_is_refused(parents: list[int]) -> None:
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_token_of_a_tree_has_the_logits_of_its_branch(backend: str, dtype: torch.dtype) -> None:
-    """Compares every node of a random tree of 64 with the model on its context and path."""
+    """Compare every node of a random tree of 64 with the model on its context and path."""
     model = build("qwen3").to(dtype).eval()
     rng = np.random.default_rng(3)
     tokens, parents = rng.integers(0, VOCAB, 64), [int(rng.integers(max(-1, j - 5), j)) for j in range(64)]
@@ -245,7 +245,10 @@ def test_a_token_of_a_tree_has_the_logits_of_its_branch(backend: str, dtype: tor
 def logits_of_tree(
     engine: TorchEngine, context: np.ndarray, tokens: np.ndarray, parents: list[int], first_slot: int = 5
 ) -> torch.Tensor:
-    """Logits after each draft token: one pass for the context, half of it as a prefix, and one for the tree."""
+    """Return the logits after each draft token.
+
+    One pass computes the context, half of it as a prefix, and one the tree.
+    """
     num_prefix = context.size // 2
     own_start = first_slot + num_prefix
     engine._decoder.run(of_sequence(context, first_slot=first_slot))

@@ -22,7 +22,7 @@ VOCAB = 3
 
 
 def roll(drafts_of: Callable[[Int64Array, np.random.Generator], Int64Array] | None, rule: Rule, num: int) -> Drawn:
-    """The first three tokens of rollouts of the toy language, and their log-probs, with or without two drafts."""
+    """Return the first three tokens of rollouts of the toy language and their log-probs, with or without two drafts."""
     keys, rng = rollout_keys(num), np.random.default_rng(5)
     tokens, last = np.full((num, 6), -1), np.zeros(num, np.int64)
     logprobs, policy_logprobs = np.zeros((2, num, 6))
@@ -92,7 +92,7 @@ def test_drafts_leave_tokens_and_logprobs_bitwise_unchanged(
     ],
 )
 def test_a_tree_is_walked_along_the_sampled_tokens_only(drawn: list[int], tokens: list[int], path: list[int]) -> None:
-    """Drafts 1 with the children 2 and 0, and 2; row 0 of the logits follows the context, row 1 + j draft j."""
+    """Draft 1 with the children 2 and 0, and draft 2. Logits row 0 follows the context, row 1 + j draft j."""
     logits = 1e6 * np.eye(VOCAB)[drawn]
     on_path = [0, *(1 + number for number in path if number >= 0)]
     off_path = [row for row in range(5) if row not in on_path]
@@ -106,7 +106,7 @@ def test_a_tree_is_walked_along_the_sampled_tokens_only(drawn: list[int], tokens
 
 @pytest.mark.parametrize("rule", CHAIN_RULES, ids=str)
 def test_every_branch_samples_with_the_noise_of_its_depth(rule: Rule) -> None:
-    """All three tokens are drafted, with all three as children of each: two are always accepted, as sampled singly."""
+    """Draft all three tokens, and all three again after each, so that two are always accepted."""
     num = 200
     keys, drafts = rollout_keys(num), np.tile(np.array([0, 1, 2] * 4, np.int32), (num, 1))
     parents = np.tile(np.array([-1, -1, -1, 0, 0, 0, 1, 1, 1, 2, 2, 2], np.int32), (num, 1))
