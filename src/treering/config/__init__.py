@@ -1,6 +1,6 @@
 """Typed TOML configurations: `load` reads any of them; each subcommand has a file in this folder.
 
-Names are imported on first use, so that what the tree step reads of this room needs no pydantic.
+Names are imported on first use, so that the tree step can read this room without pydantic.
 """
 
 from importlib import import_module

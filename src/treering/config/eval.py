@@ -1,4 +1,4 @@
-"""The [eval] sections: held-out data that a run is measured on while it trains. Imports no torch."""
+"""The [eval] sections: held-out data for evaluations during training. Imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,21 +14,21 @@ from treering.errors import ConfigError, InputError
 
 
 class EvalConfig(Config):
-    """What the sections of `treering sft` and `treering train` have in common."""
+    """Settings that `treering sft` and `treering train` have in common."""
 
     share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None,
-        description="Share that is held out of training, chosen by ids, so that more data leaves the choice as it is.",
+        description="Share held out of training, chosen by ids, so that adding data does not change the choice.",
     )
     every: Count | None = Field(
         default=None,
-        description="Steps between evaluations; none: before the first step and at the end, as always.",
+        description="Steps between evaluations, in addition to those at the start and the end; none: only those two.",
     )
 
     keep_best: Literal["on", "off"] = Field(
         default="off",
-        description="on: the checkpoint of the best evaluation is saved and kept in addition, and checkpoints/best "
-        "leads to it; best is the lowest loss of sft, the highest reward of train.",
+        description="on: also save and keep the checkpoint of the best evaluation, linked as checkpoints/best; best is "
+        "the lowest loss of sft, the highest reward of train.",
     )
 
     @property
@@ -42,23 +42,23 @@ class EvalConfig(Config):
         return self.share is not None or bool(self.own_data)
 
     def held_out(self, ids: Sequence[TaskId], what: str) -> list[bool]:
-        """Whether each of some tasks or prompts, by its id, is in the share; `what` is what errors call them.
+        """Return whether each task or prompt is in the held-out share, by its id; errors call them `what`.
 
-        Where one side would be empty, the nearest share is taken.
+        If one side would be empty, the nearest possible share is used.
 
         Raises:
-            InputError: there are less than two.
+            InputError: there are fewer than two.
         """
         assert self.share is not None, "the caller checks it"
         if len(ids) < 2:
             raise InputError(
-                f"eval.share = {self.share} leaves some {what} on both sides, and there is {len(ids)}; add some, or "
+                f"eval.share = {self.share} needs at least two {what}, one on each side, got {len(ids)}; add some, or "
                 f"set eval.{self._files_names}"
             )
         return split_held_out(ids, self.share, seed=0)
 
     def share_notes(self, ids: Sequence[TaskId], what: str) -> list[str]:
-        """A line if the nearest share was taken instead of the one that is set."""
+        """Return a line if the nearest possible share replaces the configured one."""
         assert self.share is not None, "the caller checks it"
         num_set, num_held = sum(is_held_out(each, self.share, seed=0) for each in ids), sum(self.held_out(ids, what))
         if num_set == num_held:
@@ -76,8 +76,8 @@ class EvalConfig(Config):
         names = self._files_names
         if self.share is not None and self.own_data:
             raise ConfigError(
-                f"held-out data are a share of the training data or in files of their own, and share = {self.share} is "
-                f"set with {names}; remove one of them"
+                f"held-out data must be a share of the training data or separate files, got share = {self.share} with "
+                f"{names}; remove one of them"
             )
         if not self.is_set and self.model_fields_set:
             given = ", ".join(sorted(self.model_fields_set))
@@ -86,10 +86,10 @@ class EvalConfig(Config):
 
 
 class SftEvalConfig(EvalConfig):
-    """Held-out trajectories; without them nothing is evaluated."""
+    """Held-out trajectories; without them there is no evaluation."""
 
-    files: FilePaths = Field(default=(), description="Held-out trajectory files, read by the settings of [data].")
-    max_tasks: Count | None = Field(default=None, description="Held-out tasks to evaluate, at most; none: all.")
+    files: FilePaths = Field(default=(), description="Held-out trajectory files, read with the settings of [data].")
+    max_tasks: Count | None = Field(default=None, description="Most held-out tasks to evaluate; none: all.")
 
     @property
     def own_data(self) -> tuple[Path, ...]:
@@ -98,18 +98,16 @@ class SftEvalConfig(EvalConfig):
 
 
 class RlEvalConfig(EvalConfig):
-    """Held-out prompts, and how their rollouts are sampled; without them nothing is evaluated."""
+    """Held-out prompts, and sampling of their rollouts; without them there is no evaluation."""
 
     file: FilePath | None = Field(
-        default=None, description='Held-out prompts, read by the settings of [task]; for task.kind = "prompts".'
+        default=None, description='Held-out prompts, read with the settings of [task]; for task.kind = "prompts".'
     )
-    max_prompts: Count | None = Field(default=None, description="Held-out prompts to evaluate, at most; none: all.")
-    num_samples: Count = Field(default=1, description="Rollouts of each prompt; pass@k is given for k = 1, 2, 4, ...")
-    temperature: NonNegative = Field(default=0.0, description="Divides the logits; 0: the likeliest token always.")
-    max_tokens: Count | None = Field(
-        default=None, description="Tokens of a rollout, at most; none: sampling.max_tokens."
-    )
-    pass_reward: float = Field(default=1.0, description="Least reward of a rollout that passes.")
+    max_prompts: Count | None = Field(default=None, description="Most held-out prompts to evaluate; none: all.")
+    num_samples: Count = Field(default=1, description="Rollouts per prompt; pass@k is reported for k = 1, 2, 4, ...")
+    temperature: NonNegative = Field(default=0.0, description="Divides the logits; 0: greedy sampling.")
+    max_tokens: Count | None = Field(default=None, description="Most tokens of a rollout; none: sampling.max_tokens.")
+    pass_reward: float = Field(default=1.0, description="Smallest reward that passes.")
 
     @property
     def own_data(self) -> tuple[Path, ...]:
@@ -120,7 +118,7 @@ class RlEvalConfig(EvalConfig):
     def _check_samples(self) -> Self:
         if self.temperature == 0 and self.num_samples > 1:
             raise ConfigError(
-                f"at temperature = 0 all rollouts of a prompt are the same, and num_samples = {self.num_samples}; set "
+                f"at temperature = 0 all rollouts of a prompt are equal, got num_samples = {self.num_samples}; set "
                 "eval.temperature, or num_samples = 1"
             )
         return self

@@ -21,29 +21,31 @@ def _pattern(value: str | None) -> str | None:
 
 
 class JudgeConfig(Config):
-    """The judge that the reward "judge" asks, over any OpenAI-compatible URL."""
+    """Judge behind any OpenAI-compatible URL, for the reward "judge"."""
 
-    url: str | None = Field(default=None, description="Up to and with its version: http://127.0.0.1:8000/v1.")
-    model: str | None = Field(default=None, description="The model's name at that URL.")
+    url: str | None = Field(
+        default=None, description="URL up to and including the version, such as http://127.0.0.1:8000/v1."
+    )
+    model: str | None = Field(default=None, description="Name of the model at that URL.")
     template: str = Field(
         default="Question:\n{prompt}\n\nAnswer:\n{response}\n\nHow good is the answer, from 0 to 10? Reply with JSON: "
         '{"score": NUMBER}',
-        description="What it is asked; {prompt}, {response} and {COLUMN} of the prompts file are filled in.",
+        description="Question to the judge; {prompt}, {response} and {COLUMN} of the prompts file are filled in.",
     )
     pattern: Annotated[str | None, AfterValidator(_pattern)] = Field(
         default=None,
-        description='Regular expression with one group, whose last match is the score; none: the "score" of JSON.',
+        description='Regular expression with one group, whose last match is the score; none: "score" of a JSON reply.',
     )
     parameters: dict[str, Any] = Field(
-        default={"temperature": 0.0}, description="Sent with every request, as OpenAI names them."
+        default={"temperature": 0.0}, description="Parameters of every request, named as in OpenAI's protocol."
     )
-    max_concurrent: Count = Field(default=16, description="Requests at a time.")
-    time_limit_s: Positive = Field(default=60.0, description="For one attempt, of four.")
+    max_concurrent: Count = Field(default=16, description="Most requests at a time.")
+    time_limit_s: Positive = Field(default=60.0, description="Seconds for each of four attempts.")
     num_retries: Annotated[int, Field(ge=0)] = Field(
-        default=3, exclude=True, description="Further attempts, after 1, 2, 4, ... s."
+        default=3, exclude=True, description="Retries, after 1, 2, 4, ... seconds."
     )
     cache: FilePath = Field(
         default=Path("runs/judge"),
         exclude=True,
-        description="Folder with the replies, so that nothing is asked twice; relative to the current folder.",
+        description="Folder that stores replies, so that nothing is asked twice; relative to the current folder.",
     )

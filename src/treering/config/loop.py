@@ -16,89 +16,90 @@ _UnitInterval = Annotated[float, Field(ge=0, le=1)]
 class RlOptions(StepsOptions):
     """Steps, groups, advantages and the loss; the defaults are GRPO's.
 
-    Advantages and loss are set separately: Dr. GRPO needs "dr_grpo" as `estimator` and as `objective`, and RLOO "rloo"
-    as both.
+    Advantages and loss are separate settings: Dr. GRPO needs "dr_grpo" as both `estimator` and `objective`, and RLOO
+    needs "rloo" as both.
 
-    Example: `RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))` samples 64 rollouts a step.
+    Example: `RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))` samples 64 rollouts
+    per step.
     """
 
-    prompts_per_step: Count = Field(default=8, description="Prompts, each one group and one tree, per step.")
+    prompts_per_step: Count = Field(default=8, description="Prompts per step; each is one group and one tree.")
     group_size: Annotated[int, Field(ge=2)] = Field(default=8, description="Rollouts per prompt and step.")
     estimator: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
-        description="Advantages. grpo: reward less the group's mean, over its deviation. dr_grpo: without the "
-        "deviation. rloo: less the mean of the others.",
+        description="Advantages. grpo: reward minus the group's mean, over its deviation. dr_grpo: without the "
+        "deviation. rloo: minus the mean of the others.",
     )
     objective: Annotated[str, AfterValidator(check_name)] = Field(
         default="grpo",
-        description="The loss. grpo, dapo, dr_grpo: clipped per token, with three denominators. gspo, rloo: clipped "
-        "per rollout. cispo: clipped weights, no token without a gradient. distill: the divergence from [teacher] at "
-        "sampled tokens, whatever their rewards.",
+        description="Loss. grpo, dapo, dr_grpo: clipped per token, with three denominators. gspo, rloo: clipped per "
+        "rollout. cispo: clipped weights, every token has a gradient. distill: the divergence from [teacher] at "
+        "sampled tokens, without rewards.",
     )
     clip: Annotated[tuple[_UnitInterval, NonNegative] | None, Field(strict=False)] = Field(
-        default=None, description="Lower and upper clip of the ratio; none: the objective's own."
+        default=None, description="Lower and upper clip of the ratio; none: the objective's default."
     )
     max_importance: Positive | None = Field(
         default=None, description="Cap of the importance weights that correct top_k and top_p; none: no weights."
     )
     num_iterations: Count = Field(
         default=1,
-        description="Passes over the rollouts of a step (PPO epochs), each of num_minibatches updates; ratios keep the "
-        "log-probs of before the first.",
+        description="Passes over the rollouts of a step (PPO epochs), each with num_minibatches updates; ratios use "
+        "the log-probs from before the first update.",
     )
     num_minibatches: Count = Field(
-        default=1, description="Updates of a pass: the trained groups are divided into so many parts, in order."
+        default=1, description="Updates per pass, each on one part of the trained groups, in order."
     )
     max_gen_batches: Count = Field(
         default=1,
-        description="Dynamic sampling (DAPO): batches of prompts sampled for a step, at most, until prompts_per_step "
-        "groups have different rewards; the rest is not trained. 1: one batch.",
+        description="Dynamic sampling (DAPO): most batches of prompts per step, sampled until prompts_per_step "
+        "groups have different rewards; further groups are dropped. 1: one batch.",
     )
     overlong_buffer: Count | None = Field(
         default=None,
-        description="Length penalty (DAPO): rewards fall linearly over the last so many of sampling.max_tokens tokens; "
-        "none: no penalty.",
+        description="Length penalty (DAPO): number of last tokens of sampling.max_tokens over which rewards fall "
+        "linearly; none: no penalty.",
     )
     overlong_penalty: Positive = Field(
-        default=1.0, description="What a rollout of sampling.max_tokens tokens loses; needs overlong_buffer."
+        default=1.0, description="Penalty of a rollout with sampling.max_tokens tokens; needs overlong_buffer."
     )
     entropy_coefficient: NonNegative | None = Field(
-        default=None, description="Factor of the entropy bonus; 0 measures the entropy only, none: neither."
+        default=None, description="Factor of the entropy bonus; 0: only measure entropy; none: neither."
     )
     kl: NonNegative = Field(
         default=0.0,
-        description="Factor of the KL to the policy that the run began with (with [lora]: to the base model); 0: none, "
-        "and no copy of it.",
+        description="Factor of the KL to the initial policy (with [lora]: to the base model); 0: no KL, and no copy "
+        "of that policy.",
     )
     kl_in: Literal["loss", "reward"] = Field(
         default="loss",
-        description="loss: k3 = exp(-d) - 1 + d with d = logp - reference logp is added to the loss of every sampled "
-        "token. reward: the sum of d over a rollout is taken off its reward.",
+        description="loss: adds k3 = exp(-d) - 1 + d with d = logp - reference logp to the loss of every sampled "
+        "token. reward: subtracts the sum of d over a rollout from its reward.",
     )
     old_logprobs: Literal["sampled", "recomputed"] = Field(
         default="sampled",
-        description="What ratios compare with. sampled: the engine's log-probs. recomputed: the trainer's own, before "
-        "an update; for vllm with top_k, top_p, min_p or repetition_penalty, where it gives none.",
+        description="Log-probs in the denominator of the ratio. sampled: the engine's. recomputed: the trainer's, from "
+        "before the update; needed for vllm with top_k, top_p, min_p or repetition_penalty.",
     )
     num_train_threads: Count | None = Field(
-        default=None, exclude=True, description="Threads while training on the CPU; none: as engine.num_threads."
+        default=None, exclude=True, description="CPU threads while training; none: as engine.num_threads."
     )
     staleness: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Step k is sampled by the weights after step k - 1 - staleness: from 1 on, steps are sampled while "
-        "those before are trained. Needs runtime.workers.",
+        description="Step k is sampled with the weights after step k - 1 - staleness: from 1 on, steps are sampled "
+        "while earlier ones are trained. Needs runtime.workers.",
     )
     rehearse: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="Idle rows sample rollouts of the next step early, with their own noise; its weights then draw the "
-        "tokens again in a prefill, so that results stay. on: whenever a row is idle. auto: where enough stays, and "
-        "never on a CPU. off: never. For the embedded engine in one process, and no episodes.",
+        description="Idle rows sample rollouts of the next step early, with their own noise; the new weights then "
+        "verify the tokens in a prefill, so results do not change. on: whenever a row is idle. auto: where enough "
+        "tokens are kept, and never on a CPU. off: never. For the embedded engine in one process, without episodes.",
     )
-    sampling: Sampling = Field(default=Sampling(), exclude=True, description="How the tokens of a rollout are drawn.")
+    sampling: Sampling = Field(default=Sampling(), exclude=True, description="How the tokens of a rollout are sampled.")
 
     @property
     def num_updates(self) -> int:
-        """Updates of a step, at most."""
+        """Most updates of a step."""
         return self.num_iterations * self.num_minibatches
 
     @property
@@ -110,11 +111,11 @@ class RlOptions(StepsOptions):
         """Refuse a KL that the loop cannot measure."""
         if self.kl > 0 and self.objective == "distill":
             raise ConfigError(
-                f'objective = "distill" has a teacher instead of a reference, and kl is {self.kl}; set kl = 0'
+                f'objective = "distill" has a teacher instead of a reference, got kl = {self.kl}; set kl = 0'
             )
         if self.kl > 0 and self.kl_in == "reward" and self.old_logprobs == "recomputed":
             raise ConfigError(
-                'a KL in the reward reads the engine\'s log-probs, which old_logprobs = "recomputed" does without; set '
+                'kl_in = "reward" reads the engine\'s log-probs, which old_logprobs = "recomputed" does not keep; set '
                 'kl_in = "loss"'
             )
         return self
@@ -123,14 +124,14 @@ class RlOptions(StepsOptions):
     def _check_penalty(self) -> Self:
         if self.overlong_buffer is None and "overlong_penalty" in self.model_fields_set:
             raise ConfigError(
-                f"overlong_penalty = {self.overlong_penalty} is what the end of the buffer costs, and overlong_buffer "
-                "is not set; set it, or remove overlong_penalty"
+                f"overlong_penalty = {self.overlong_penalty} needs overlong_buffer, which is not set; set it, or "
+                "remove overlong_penalty"
             )
-        # A section of a file is checked with [sampling] once that is known, see `RlConfig.options`.
+        # A section of a file is checked together with [sampling] in `RlConfig.options`.
         is_long = self.overlong_buffer is not None and self.overlong_buffer > self.sampling.max_tokens
         if is_long and "sampling" in self.model_fields_set:
             raise ConfigError(
-                f"overlong_buffer is the last part of a response's sampling.max_tokens = {self.sampling.max_tokens}, "
+                f"overlong_buffer must be at most sampling.max_tokens = {self.sampling.max_tokens}, "
                 f"got {self.overlong_buffer}; lower it"
             )
         return self

@@ -11,12 +11,14 @@ from treering.errors import ConfigError
 
 
 class LoraOptions(Config):
-    """Low-rank adapters on the frozen weights of a pre-trained model; they alone are trained and saved."""
+    """Low-rank adapters on the frozen weights of a pre-trained model; only the adapters are trained and saved."""
 
-    rank: Count | None = Field(default=None, description="Rank of the adapters; none: all weights are trained.")
-    alpha: Count | None = Field(default=None, description="Adapters are scaled by alpha / rank; none: twice the rank.")
+    rank: Count | None = Field(default=None, description="Rank of the adapters; none: train all weights.")
+    alpha: Count | None = Field(
+        default=None, description="Numerator of the adapters' scale alpha / rank; none: twice the rank."
+    )
     target_modules: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
-        default=None, description="Linear modules that get adapters, as q_proj; none: all but the output head."
+        default=None, description="Linear modules that get adapters, such as q_proj; none: all except the output head."
     )
 
     @property
@@ -28,18 +30,18 @@ class LoraOptions(Config):
     def _check(self) -> Self:
         given = sorted(self.model_fields_set - {"rank"})
         if given and not self.is_set:
-            raise ConfigError(f"adapters have a rank, and lora.rank is not set beside {', '.join(given)}; set it to 16")
+            raise ConfigError(f"adapters need lora.rank, got only {', '.join(given)}; set lora.rank to 16, for example")
         return self
 
 
 def check_lora(lora: LoraOptions, model: ModelConfig) -> None:
-    """Refuses adapters of random weights, which no checkpoint would hold.
+    """Refuse adapters of random weights, which no checkpoint would hold.
 
     Raises:
         ConfigError: `lora.rank` without `model.path`.
     """
     if lora.is_set and model.path is None:
         raise ConfigError(
-            f"adapters belong to the weights of a pre-trained model, and lora.rank is {lora.rank} with model.path "
-            "unset; set model.path, or remove [lora]"
+            f"adapters need a pre-trained model, got lora.rank = {lora.rank} without model.path; set model.path, or "
+            "remove [lora]"
         )

@@ -1,4 +1,4 @@
-"""The [metrics] section of every subcommand that trains: which sinks get the metrics of each step."""
+"""The [metrics] section of every subcommand that trains: sinks for the metrics of each step."""
 
 from typing import Annotated, Literal, Self
 
@@ -11,31 +11,29 @@ SinkName = Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow", "comet_
 
 
 class MetricsConfig(Config):
-    """Where the metrics of each step go."""
+    """Sinks for the metrics of each step."""
 
     sinks: Annotated[tuple[SinkName, ...], Field(strict=False)] = Field(
         default=("jsonl",),
-        description="Where metrics go, each sink at most once. jsonl: metrics.jsonl, which `treering report` reads. "
-        "The others are trackers and extras of the same name.",
+        description="Sinks for metrics, each at most once. jsonl: metrics.jsonl, which `treering report` reads. The "
+        "others are trackers, installed as extras of the same name.",
     )
-    project: str = Field(default="treering", description="Project or experiment that trackers show the run in.")
+    project: str = Field(default="treering", description="Project or experiment of the run in trackers.")
 
     @model_validator(mode="after")
     def _check_sinks(self) -> Self:
         if len(set(self.sinks)) < len(self.sinks):
-            raise ConfigError(
-                f"a sink is named once, and sinks = {list(self.sinks)} repeats one; remove the repetition"
-            )
+            raise ConfigError(f"sinks must be distinct, got {list(self.sinks)}; remove the repetition")
         return self
 
 
 class RlMetricsConfig(MetricsConfig):
-    """Where the metrics of each step go, and samples of its rollouts."""
+    """Sinks for the metrics of each step, and samples of its rollouts."""
 
     log_completions: Annotated[int, Field(ge=0, le=1000)] = Field(
         default=0,
         description="Rollouts per table (prompt, completion, reward, advantage) in tensorboard, wandb and clearml, "
-        "from the worst reward to the best, at the first step and every tenth; 0: none, so that no text leaves the "
+        "from the worst reward to the best, at the first step and every tenth; 0: no tables, so no text leaves the "
         "run's folder.",
     )
 
@@ -43,7 +41,7 @@ class RlMetricsConfig(MetricsConfig):
     def _check_tables(self) -> Self:
         if self.log_completions and not {"tensorboard", "wandb", "clearml"} & {*self.sinks}:
             raise ConfigError(
-                f"tensorboard, wandb and clearml take tables of rollouts, and log_completions = {self.log_completions} "
-                f"has sinks = {list(self.sinks)}; add one of them, or set log_completions = 0"
+                f"log_completions = {self.log_completions} needs the sink tensorboard, wandb or clearml, got sinks = "
+                f"{list(self.sinks)}; add one of them, or set log_completions = 0"
             )
         return self

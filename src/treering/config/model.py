@@ -10,11 +10,11 @@ from treering.errors import ConfigError
 
 
 def _full_name(dtype: object) -> object:
-    """The name of a dtype without abbreviation."""
+    """Return the name of a dtype without abbreviation."""
     if dtype in ("fp16", "float16", "half"):
         raise ValueError(
-            f"half precision needs its loss scaled, which Treering does not do, got {dtype!r}; set bfloat16, which "
-            "needs none, or float32"
+            f"dtype must be bfloat16 or float32, got {dtype!r}; half precision needs loss scaling, which is not "
+            "supported"
         )
     return {"bf16": "bfloat16", "fp32": "float32"}.get(str(dtype), dtype)
 
@@ -24,8 +24,8 @@ class ModelConfig(Config):
 
     path: ModelPath | None = Field(
         default=None,
-        description="Hugging Face model: a folder, or the id of one on the hub, as Qwen/Qwen3-0.6B; none: a random "
-        "model of this shape.",
+        description="Hugging Face model: a folder, or a hub id such as Qwen/Qwen3-0.6B; none: a random model of this "
+        "shape.",
     )
     revision: Revision = None
     vocab_size: Count | None = Field(default=None, description="Number of token ids; none: as many as the data needs.")
@@ -38,20 +38,19 @@ class ModelConfig(Config):
     )
     intermediate_size: Count = Field(default=384, description="Width of the gated MLP.")
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_full_name)] = Field(
-        default="float32", description="Type that the model computes in; fp32 and bf16 are other names of them."
+        default="float32", description="Dtype of the model's computation; fp32 and bf16 are accepted too."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to train; auto: cuda if there is one."
+        default="auto", description="Device for training; auto: cuda if available."
     )
     vision: Literal["trained", "frozen"] = Field(
         default="trained",
-        description="Of a model that takes pictures: whether its vision tower, and what projects it to the text, are "
-        "trained too.",
+        description="For models that take images: whether the vision tower and its projection to the text are trained.",
     )
 
     @property
     def autocast(self) -> Literal["none", "bfloat16"]:
-        """What passes compute in; weights are float32."""
+        """Dtype of forward passes; weights are float32."""
         return "bfloat16" if self.dtype == "bfloat16" else "none"
 
     @model_validator(mode="after")
@@ -64,11 +63,11 @@ class ModelConfig(Config):
             )
         if self.path is None and self.revision is not None:
             raise ConfigError(
-                f"revision = {self.revision!r} is one of a hub id, and path is not set; set path, or remove revision"
+                f"revision = {self.revision!r} needs a hub id, and path is not set; set path, or remove revision"
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"num_kv_heads divides num_heads, and {self.num_kv_heads} does not divide {self.num_heads}; set "
-                f"num_kv_heads to 1 or to {self.num_heads}, for example"
+                f"num_kv_heads must divide num_heads = {self.num_heads}, got {self.num_kv_heads}; set num_kv_heads "
+                f"to 1 or to {self.num_heads}, for example"
             )
         return self

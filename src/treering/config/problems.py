@@ -1,4 +1,4 @@
-"""Formats validation errors as sentences: the dotted key, the rule, the value and the fix."""
+"""Format validation errors as sentences: the dotted key, the rule, the value and the fix."""
 
 import difflib
 import re
@@ -29,7 +29,7 @@ _NAMES_ELSEWHERE = MappingProxyType(
         **{"num_generations": "rl.group_size", "max_completion_length": "sampling.max_tokens"},
     }
 )
-"""Settings of transformers, TRL and verl whose names are far from ours."""
+"""Settings of transformers, TRL and verl whose names differ much from ours."""
 
 _TWINS = MappingProxyType({"train": "rl", "rl": "train"})
 """The section of steps in the other command."""
@@ -69,16 +69,16 @@ REMOVED = MappingProxyType(
         "warmup.prompts_per_step": (64, "a step has 64"),
     }
 )
-"""Settings of earlier versions, with the value that holds now and what to know or to set instead."""
+"""Settings of earlier versions, with the value that now always holds, and what to know or set instead."""
 
 
 def holds_still(key: str, value: object) -> bool:
-    """Whether a dotted key of an earlier version says what this version does anyway."""
+    """Return whether a removed key has the value that now always holds."""
     return key in REMOVED and REMOVED[key][0] == value
 
 
 def describe(error: ValidationError, config_type: type[BaseModel]) -> list[str]:
-    """One sentence per problem, in the order of the model.
+    """Return one sentence per problem, in the order of the model.
 
     Example: for `[optim]` with `learning_rat = 1` it is ["unknown key 'optim.learning_rat'; did you mean
     'optim.learning_rate'?"].
@@ -91,7 +91,7 @@ def describe(error: ValidationError, config_type: type[BaseModel]) -> list[str]:
 
 
 def keys_for_python(settings: Mapping[str, Any], config_type: type[BaseModel]) -> list[str]:
-    """One sentence per key of a file that only Python callers set."""
+    """Return one sentence per key of a file that only Python callers may set."""
 
     def found_in(inside: Mapping[str, Any], inner: type[BaseModel], loc: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         for name, value in inside.items():
@@ -107,12 +107,12 @@ def keys_for_python(settings: Mapping[str, Any], config_type: type[BaseModel]) -
 
 
 def section_type(annotation: object) -> type[BaseModel] | None:
-    """The model of a section field, or None for a value field."""
+    """Return the model of a section field, or None for a value field."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _by_key(record: Mapping[str, Any], config_type: type[BaseModel]) -> Iterator[Mapping[str, Any]]:
-    """The record itself; of an unknown section of no similar name, one for each of its keys."""
+    """Yield the record, or for an unknown section without a similar name one record per key."""
     inside, name = record["input"], str(*record["loc"][:1])
     is_section = record["type"] == "extra_forbidden" and len(record["loc"]) == 1 and isinstance(inside, Mapping)
     if not is_section or name in _NAMES_ELSEWHERE or difflib.get_close_matches(name, config_type.model_fields):
@@ -162,12 +162,12 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
     if section and (known := [key for key in moved if key in keys]):
         return f"unknown key {dotted!r}; did you mean {known[0]!r}?"
     here = {name: ".".join([*section, name]) for name in _keys(config_type, section)}
-    # Settings are often written outside their section, so suggest keys of other sections too; prefer this one.
+    # Settings are often written in the wrong section, so suggest keys of other sections too; prefer this one.
     by_name = {key.rpartition(".")[2]: key for key in keys} | here
     elsewhere = [key for key in keys if key.rpartition(".")[2] == loc[-1]]
     near_here = difflib.get_close_matches(str(loc[-1]), here, n=1, cutoff=_SIMILARITY)
     if section and elsewhere and near_here:
-        # Settings of much the same name: say what each one is, those of later sections first as above.
+        # Several settings have nearly this name: describe each one, those of later sections first as above.
         candidates = [here[near_here[0]], *reversed(elsewhere)]
         return f"unknown key {dotted!r}; did you mean {_listed([_told(key, config_type) for key in candidates])}?"
     near = difflib.get_close_matches(str(loc[-1]), by_name, n=1, cutoff=_SIMILARITY)
@@ -180,9 +180,9 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
 
 
 def _told(dotted: str, config_type: type[BaseModel]) -> str:
-    """A key with the beginning of its description.
+    """Return a key with the beginning of its description.
 
-    Example: "'sampling.max_tokens' (Tokens of a rollout, at most)".
+    Example: "'sampling.max_tokens' (Most tokens of a rollout, including those of an environment)".
     """
     *sections, name = dotted.split(".")
     for section in sections:

@@ -1,4 +1,4 @@
-"""Reads a typed configuration: a TOML file, then dotted overrides, then validation."""
+"""Read a typed configuration: a TOML file, then dotted overrides, then validation."""
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from treering.errors import ConfigError
 class Config(BaseModel):
     """Base of every configuration and section: frozen, strict types, no unknown keys, no NaN or infinity.
 
-    Python callers and files make the same records. A field with `exclude=True` is for Python only: it is in no file, no
-    help and no identity of a run.
+    Python callers and files make the same records. A field with `exclude=True` is for Python only: it is not in files,
+    in --help, or in the identity of a run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
@@ -27,14 +27,14 @@ class Config(BaseModel):
             """Check the settings.
 
             Raises:
-                ConfigError: some are unknown, of a wrong type or contradictory.
+                ConfigError: a setting is unknown, has a wrong type or contradicts another.
             """
             try:
                 self.__pydantic_validator__.validate_python(settings, self_instance=self)
             except ValidationError as error:
                 raise ConfigError(f"{type(self).__name__}: {'; '.join(describe(error, type(self)))}") from error
 
-        # Records inside of others are made as pydantic makes them, so that all problems of a file are reported.
+        # pydantic makes nested records its own way, so that all problems of a file are reported.
         __init__.__pydantic_base_init__ = True
 
     def changed(self, **settings: Any) -> Self:
@@ -46,7 +46,7 @@ class Config(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Leave fields for Python out, and have those of a class before those that it inherits."""
+        """Omit Python-only fields, and put a class's own fields before inherited ones."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, field in cls.model_fields.items():
             if field.exclude:
@@ -69,8 +69,8 @@ def load(config_type: type[ConfigT], path: Path | None, overrides: Sequence[str]
             and, if that fails, as a string.
 
     Raises:
-        ConfigError: the file is missing or not TOML, an override has no key, or settings are unknown, of a wrong type
-            or contradictory; one message names all of them.
+        ConfigError: the file is missing or not TOML, an override has no key, or a setting is unknown, has a wrong type
+            or contradicts another; one message lists all problems.
 
     Example: with `[train]` and `num_steps = 100` in `run.toml`,
     `load(SftConfig, Path("run.toml"), ["train.num_steps=3"]).train.num_steps` is 3.
@@ -86,13 +86,13 @@ def load(config_type: type[ConfigT], path: Path | None, overrides: Sequence[str]
 def load_written(
     config_type: type[ConfigT], written: Mapping[str, Any], overrides: Sequence[str], *, source: str
 ) -> ConfigT:
-    """Read the settings that a run has written into its folder, all of them with their defaults.
+    """Read the settings that a run wrote into its folder, including defaults.
 
-    A setting at its default counts as not set, as in the file that the run began with, and one of an earlier version
-    where it says what this version does anyway.
+    A setting at its default counts as not set, as in the original file, and so does a removed setting whose old value
+    now always holds.
 
     Raises:
-        ConfigError: as for `load`; `source` is what it calls the settings.
+        ConfigError: as for `load`; the message calls the settings `source`.
 
     Example: `load_written(SftConfig, config.model_dump(mode="json"), [], source="config.json")` equals `config`.
     """
@@ -131,17 +131,17 @@ def _validated(
 
 
 def _with_sections(config_type: type[BaseModel], settings: dict[str, Any]) -> dict[str, Any]:
-    """Adds an empty table for each missing section, so that its own validation names the missing keys."""
+    """Add an empty table for each missing section, so that its own validation names the missing keys."""
     fields = config_type.model_fields.items()
     sections: dict[str, Any] = {name: {} for name, field in fields if section_type(field.annotation) is not None}
     return sections | settings
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file, unchecked.
+    """Return the settings of a TOML file, unchecked.
 
     Raises:
-        ConfigError: it cannot be read, or is not TOML.
+        ConfigError: the file cannot be read, or is not TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -151,7 +151,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: byte {error.start} is not UTF-8; save the file as UTF-8") from error
     except OSError as error:
         raise ConfigError(
-            f"a configuration is a TOML file that can be read, and {path} cannot ({error.strerror}); check the path"
+            f"cannot read {path} ({error.strerror}): a configuration must be a readable TOML file; check the path"
         ) from error
 
 
@@ -160,7 +160,7 @@ def _apply(override: str, settings: dict[str, Any]) -> None:
     dotted, equals, text = override.partition("=")
     keys = [key.strip() for key in dotted.split(".")]
     if not equals or not all(keys):
-        raise ConfigError(f"an override reads section.key=value, got {override!r}; for example train.num_steps=10")
+        raise ConfigError(f"an override must be section.key=value, got {override!r}; for example train.num_steps=10")
     *sections, last = keys
     for depth, table in enumerate(_tables(settings, sections)):
         if not isinstance(table, dict):
@@ -173,7 +173,7 @@ def _apply(override: str, settings: dict[str, Any]) -> None:
 
 
 def _tables(settings: dict[str, Any], sections: Sequence[str]) -> Iterator[Any]:
-    """The tables along a dotted path, outermost first; missing ones are created."""
+    """Yield the tables along a dotted path, outermost first; missing ones are created."""
     table: Any = settings
     yield table
     for section in sections:
@@ -186,5 +186,5 @@ def _parsed(text: str) -> Any:
         document = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    # Text with a line break could contain further keys; accept only a single value.
+    # Text with a line break could contain further keys, so accept only a single value.
     return document["value"] if document.keys() == {"value"} else text

@@ -31,7 +31,7 @@ class RlRunConfig(RunConfig):
 
     dir: FilePath = Field(default=Path("runs/train"), description=RunConfig.model_fields["dir"].description)
     rollouts: Literal["on", "off"] = Field(
-        default="on", description="on: every rollout goes into a trajectory file of its epoch."
+        default="on", description="on: write every rollout to a trajectory file of its epoch."
     )
 
 
@@ -41,10 +41,8 @@ class RlConfig(Config):
     Example: `[rl]` with `num_steps = 20` is a complete file; it trains a random Qwen3 of 4 layers on 64 chained sums.
     """
 
-    # First two: where a mistaken key exists in two sections, the later one is suggested.
-    teacher: DistillOptions = Field(
-        default_factory=DistillOptions, description="The teacher of an on-policy distillation."
-    )
+    # First two: if two sections have a mistaken key, the later one is suggested.
+    teacher: DistillOptions = Field(default_factory=DistillOptions, description="Teacher of an on-policy distillation.")
     eval: RlEvalConfig = Field(default_factory=RlEvalConfig, description="Held-out prompts.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     lora: LoraOptions = Field(default_factory=LoraOptions, description="Adapters instead of all weights.")
@@ -52,7 +50,7 @@ class RlConfig(Config):
     warmup: WarmupConfig = Field(default_factory=WarmupConfig, description="The supervised start.")
     rl: RlOptions = Field(description="Steps, groups, advantages and the loss.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine.")
-    # After `engine`: a misplaced max_tokens most often means the length of a rollout.
+    # After `engine`: a misplaced max_tokens usually means the length of a rollout.
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
     history: DraftOptions = Field(default_factory=DraftOptions, description="Memory and drafts.")
     optim: OptimOptions = Field(default_factory=OptimOptions, description="The optimisation.")
@@ -60,13 +58,11 @@ class RlConfig(Config):
     metrics: RlMetricsConfig = Field(default_factory=RlMetricsConfig, description="Where metrics go.")
     run: RlRunConfig = Field(default_factory=RlRunConfig, description="The output.")
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig, description="The processes.")
-    schedule: Schedule = Field(
-        default="histopipe", description="With workers: which rollouts run where, and in which order."
-    )
+    schedule: Schedule = Field(default="histopipe", description="With workers: policy that places and orders rollouts.")
 
     @property
     def options(self) -> RlOptions:
-        """[rl] with what its steps read of other sections."""
+        """[rl] with the settings of other sections that its steps need."""
         return self.rl.changed(
             sampling=self.sampling,
             distill=self.teacher if self.teacher.is_set else None,
@@ -95,8 +91,8 @@ class RlConfig(Config):
         has_solutions = self.task.kind != "prompts" and not self.task.runs_episodes
         if not has_solutions and self.warmup.num_steps > 0:
             raise ConfigError(
-                f'warmup trains on solutions, and task.kind = "{self.task.kind}" has none; set warmup.num_steps = 0, '
-                "and start from a model that `treering sft` has trained"
+                f'warmup needs solutions, and task.kind = "{self.task.kind}" has none; set warmup.num_steps = 0, '
+                "and start from a model trained with `treering sft`"
             )
         return self
 
@@ -115,14 +111,15 @@ class RlConfig(Config):
         check_teacher(self.teacher, section="rl", objective=self.rl.objective)
         if self.teacher.is_set and self.runtime.workers > 0:
             raise ConfigError(
-                f"a teacher runs in the process of the loop, and runtime.workers is {self.runtime.workers}; set "
+                f"a teacher runs in the process of the loop, got runtime.workers = {self.runtime.workers}; set "
                 "runtime.workers=0"
             )
         own = ("clip", "max_importance", "entropy_coefficient")
         given = [name for name in own if getattr(self.rl, name) is not None]
         if self.rl.objective == "distill" and given:
             raise ConfigError(
-                f'rl.objective = "distill" has no ratio and no bonus, and {", ".join(given)} is set; remove it, or set '
+                f'rl.objective = "distill" has no ratio and no entropy bonus, got {", ".join(given)}; remove it, or '
+                "set "
                 "another objective with teacher.weight"
             )
         return self
@@ -132,7 +129,7 @@ class RlConfig(Config):
         engine = self.engine
         if engine.kind == "torch" and engine.verification != "rejection":
             raise ConfigError(
-                'engine.verification is vLLM\'s, and engine.kind is "torch", which always draws the tokens of no '
+                'engine.verification is only for engine.kind = "vllm"; "torch" always gives the same tokens as without '
                 "drafts; remove it"
             )
         if engine.kind == "vllm":
@@ -143,11 +140,11 @@ class RlConfig(Config):
     def _check_eval(self) -> Self:
         if self.eval.file is not None and self.task.kind != "prompts":
             raise ConfigError(
-                f'task.kind = "{self.task.kind}" reads no prompts, and eval.file is set; set eval.share instead'
+                f'task.kind = "{self.task.kind}" reads no prompts file, got eval.file; set eval.share instead'
             )
         if self.eval.is_set and self.engine.kind == "vllm":
             raise ConfigError(
-                'evaluations sample with the engine of this process, and engine.kind is "vllm"; remove [eval], and '
+                'evaluations use the engine of this process, got engine.kind = "vllm"; remove [eval], and '
                 "evaluate checkpoints with `treering eval RUN engine.kind=torch`"
             )
         return self
@@ -163,8 +160,8 @@ class RlConfig(Config):
             )
         if self.task.max_turn_tokens > self.sampling.max_tokens:
             raise ConfigError(
-                f"sampling.max_tokens = {self.sampling.max_tokens} bounds a context with its turn, and "
-                f"task.max_turn_tokens is {self.task.max_turn_tokens}; raise the one, or lower the other"
+                f"task.max_turn_tokens must be at most sampling.max_tokens = {self.sampling.max_tokens}, which "
+                f"bounds a context with its turn, got {self.task.max_turn_tokens}; raise the one, or lower the other"
             )
         return self
 
@@ -172,7 +169,7 @@ class RlConfig(Config):
     def _check_staleness(self) -> Self:
         if self.rl.staleness > 0 and self.runtime.workers == 0:
             raise ConfigError(
-                f"overlapping steps need worker processes, and rl.staleness is {self.rl.staleness} without any; set "
+                f"overlapping steps need worker processes, got rl.staleness = {self.rl.staleness} without any; set "
                 "runtime.workers=1 or more, or rl.staleness=0"
             )
         return self
@@ -182,12 +179,12 @@ class RlConfig(Config):
         rl = self.options
         if rl.overlong_buffer is not None and self.task.runs_episodes:
             raise ConfigError(
-                f"overlong_buffer is the last part of a response, got {rl.overlong_buffer} with task.kind = "
-                f'"{self.task.kind}"; remove it where episodes have turns'
+                f"overlong_buffer is for responses, got {rl.overlong_buffer} with the episodes of task.kind = "
+                f'"{self.task.kind}"; remove it'
             )
         if rl.max_gen_batches > 1 and self.runtime.workers > 0:
             raise ConfigError(
-                f"workers sample steps ahead, and rl.max_gen_batches = {rl.max_gen_batches} decides by the rewards of "
-                "a step what is sampled next; set runtime.workers=0, or rl.max_gen_batches=1"
+                f"workers sample steps ahead, but with rl.max_gen_batches = {rl.max_gen_batches} a step's rewards "
+                "decide which prompts come next; set runtime.workers=0, or rl.max_gen_batches=1"
             )
         return self

@@ -23,14 +23,14 @@ _SETTINGS = MappingProxyType(
 
 
 class RewardConfig(Config):
-    """One of several rewards, whose weighted sum is the reward of a response."""
+    """One of several rewards; their weighted sum is the reward of a response."""
 
-    name: str = Field(description="As task.reward.")
-    weight: float = Field(default=1.0, description="What it is multiplied with.")
+    name: str = Field(description="Name, as for task.reward.")
+    weight: float = Field(default=1.0, description="Factor of this reward.")
 
 
 def _several(value: object) -> object:
-    """Several rewards as a tuple; one error instead of one for each side of a union."""
+    """Return several rewards as a tuple, with one error instead of one for each side of a union."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple) or not value:
@@ -48,86 +48,86 @@ class EpisodeOptions(Config):
     """
 
     episode_timeout: Positive = Field(
-        default=600.0, description="Environment: seconds after which an episode is left out."
+        default=600.0, description="Environment: seconds after which an episode is dropped."
     )
     max_turn_tokens: Count = Field(
         default=512,
-        description="Environment: tokens of a turn, at most; sampling.max_tokens then bounds a context with its turn.",
+        description="Environment: most tokens of a turn; sampling.max_tokens then bounds a context with its turn.",
     )
     max_failed: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.5, description="Environment: share of a step's episodes that may fail; above it the run stops."
     )
     shared: Literal["once", "sum"] = Field(
         default="once",
-        description="Environment: how sampled tokens count that several branches of a run go through. once: one branch "
+        description="Environment: training of sampled tokens that several branches of a run share. once: one branch "
         "trains them. sum: each does.",
     )
     weights: Literal["runs", "branches"] = Field(
         default="runs",
-        description="Environment: what counts as one sequence in the loss. runs: a run, however many branches it has. "
+        description="Environment: unit that counts as one sequence in the loss. runs: a run, with all its branches. "
         "branches: each branch.",
     )
-    max_rows: Count = Field(default=16, exclude=True, description="Rollouts that the engine runs at one time.")
+    max_rows: Count = Field(default=16, exclude=True, description="Most rollouts that the engine runs at a time.")
     episodes_in_flight: CountOrAuto = Field(
         default="auto",
         exclude=True,
-        description="Episodes that run at one time. auto: twice the rows, so that others sample while some wait.",
+        description="Most episodes that run at a time. auto: twice the rows, so that others sample while some wait.",
     )
     episode_order: Literal["longest_first", "in_order"] = Field(
         default="longest_first",
         exclude=True,
-        description="Which episodes start first. longest_first: those whose tokens and waiting took longest in earlier "
-        "epochs; in_order: as the step has them.",
+        description="Which episodes start first. longest_first: those with the most tokens and waiting in earlier "
+        "epochs; in_order: in the step's order.",
     )
 
     @property
     def num_in_flight(self) -> int:
-        """Episodes that run at one time."""
+        """Most episodes that run at a time."""
         return 2 * self.max_rows if self.episodes_in_flight == "auto" else self.episodes_in_flight
 
 
 class TaskConfig(EpisodeOptions):
     """Prompts and rewards."""
 
-    # "class" is no name in Python.
+    # "class" is a keyword in Python.
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
     kind: Literal["sums", "prompts", "environment", "verifiers"] = Field(
         default="sums",
-        description="sums: chained sums. prompts: a file of prompts. environment: episodes of a class of your own. "
+        description="sums: chained sums. prompts: a file of prompts. environment: episodes of your own class. "
         "verifiers: episodes of a taskset of verifiers v1.",
     )
     class_: str | None = Field(
         default=None,
         alias="class",
-        description="Environment: file.py:Name or package.module:Name, looked up as task.reward is.",
+        description="Environment: file.py:Name or package.module:Name, looked up like task.reward.",
     )
     env: str | None = Field(
         default=None,
-        description="Verifiers: the id of a taskset that is installed for task.python.",
+        description="Verifiers: id of a taskset installed for task.python.",
     )
     verifiers: dict[str, Any] = Field(
         default={},
-        description="Verifiers: its own settings of the environment, passed on unread, such as taskset.split.",
+        description="Verifiers: settings of its environment, passed on unchecked, such as taskset.split.",
     )
     renderer: dict[str, Any] = Field(
         default={},
-        description="Verifiers: its own settings of what turns chats into tokens, passed on unread, such as name and "
+        description="Verifiers: settings of its renderer of chats, passed on unchecked, such as name and "
         "thinking_retention; none: by the model's name.",
     )
     python: str | None = Field(
         default=None,
-        description="Verifiers: path of the interpreter that has verifiers and the taskset; none: the running one.",
+        description="Verifiers: path of the Python interpreter with verifiers and the taskset; none: the running one.",
     )
-    num_prompts: Count = Field(default=64, description="Sums: distinct ones to draw.")
-    seed: Seed = Field(default=0, description="Sums: which ones are drawn.")
+    num_prompts: Count = Field(default=64, description="Sums: number of distinct sums to draw.")
+    seed: Seed = Field(default=0, description="Sums: seed of the draw.")
     max_terms: Annotated[int, Field(ge=2)] = Field(
-        default=5, description="Sums: numbers of a sum, at most; at least three, or as many."
+        default=5, description="Sums: most numbers in a sum; the fewest are 3, or 2 with max_terms = 2."
     )
-    max_number: Count = Field(default=99, description="Sums: the largest number.")
+    max_number: Count = Field(default=99, description="Sums: largest number.")
     file: FilePath | None = Field(
         default=None,
-        description="Prompts: JSON Lines, JSON or Parquet, plain, gzip or zstandard, or a folder of them; it and "
+        description="Prompts: JSON Lines, JSON or Parquet, plain, gzip or zstandard, or a folder of them; file and "
         "tokenizer are looked up next to the configuration, in the current folder, then in the real-data folder "
         "(TREERING_DATA, default ../shared/data).",
     )
@@ -135,7 +135,7 @@ class TaskConfig(EpisodeOptions):
     template: Literal["auto", "plain", "hf", "raw"] = Field(
         default="auto",
         description="Prompts: how they become text. hf: by the tokenizer's chat template. plain: by the plain form. "
-        "raw: unchanged. auto: hf where the tokenizer has a template, else plain where it knows the markers.",
+        "raw: unchanged. auto: hf if the tokenizer has a template, else plain if it knows the markers.",
     )
     date: TemplateDate = None
     reward: Annotated[str | tuple[RewardConfig, ...], BeforeValidator(_several)] = Field(
@@ -144,19 +144,17 @@ class TaskConfig(EpisodeOptions):
         "file.py:function or package.module:function, looked up next to the configuration, then in the current folder; "
         'or several with weights, [{name = "exact_answer"}, {name = "rewards.py:short", weight = 0.2}].',
     )
-    judge: JudgeConfig = Field(
-        default_factory=JudgeConfig, description='Prompts: what the reward "judge" asks, and how.'
-    )
+    judge: JudgeConfig = Field(default_factory=JudgeConfig, description='Prompts: settings of the reward "judge".')
     max_prompts: Count | None = Field(
         default=None, description="Prompts to keep from the start of the file; none: all."
     )
     max_prompt_tokens: Count | None = Field(
-        default=None, description="Prompts with more tokens are left out and counted; none: no limit."
+        default=None, description="Most tokens of a prompt; longer ones are dropped and counted; none: no limit."
     )
     stop_tokens: Annotated[tuple[str | Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
         default=(),
-        description="Prompts: texts or ids of tokens that end a response, besides those of the tokenizer, its chat "
-        "template, if it renders the prompts, and the model folder (eos_token_id).",
+        description="Prompts: texts or ids of tokens that end a response, in addition to those of the tokenizer, its "
+        "chat template (if it renders the prompts) and the model folder (eos_token_id).",
     )
 
     @property
@@ -166,18 +164,18 @@ class TaskConfig(EpisodeOptions):
 
     @property
     def runs_episodes(self) -> bool:
-        """Whether the task is an environment, one's own or another's."""
+        """Whether the task is an environment, the user's or one of verifiers."""
         return self.kind in ("environment", "verifiers")
 
     @property
     def _given(self) -> set[str]:
-        """What is set, other than to nothing."""
+        """Names of the settings that are set to a value."""
         return {name for name in self.model_fields_set if getattr(self, name) is not None}
 
     @model_validator(mode="after")
     def _check_judge(self) -> Self:
         if self.uses_judge and None in (self.judge.url, self.judge.model):
-            raise ConfigError('the reward "judge" asks a model; set task.judge.url and task.judge.model')
+            raise ConfigError('the reward "judge" needs a model to ask; set task.judge.url and task.judge.model')
         if not self.uses_judge and self.judge != JudgeConfig():
             raise ConfigError('task.judge belongs to the reward "judge"; add it to task.reward, or remove the section')
         return self
@@ -193,18 +191,20 @@ class TaskConfig(EpisodeOptions):
                 f"{' or '.join(owners)}; remove them, or set another kind"
             )
         if self.kind == "environment" and self.class_ is None:
-            raise ConfigError('kind = "environment" runs a class of your own, and task.class is not set; set it')
+            raise ConfigError('kind = "environment" needs a class of your own, and task.class is not set; set it')
         if self.kind == "verifiers" and self.env is None:
-            raise ConfigError('kind = "verifiers" runs a taskset, and task.env is not set; set it')
+            raise ConfigError('kind = "verifiers" needs a taskset, and task.env is not set; set it')
         if self.runs_episodes and self.template == "raw":
-            raise ConfigError('an environment chats, and template = "raw" has no turns; set "auto", "hf" or "plain"')
+            raise ConfigError('an environment needs turns, and template = "raw" has none; set "auto", "hf" or "plain"')
         if self.kind == "prompts" and self.file is None:
-            raise ConfigError('kind = "prompts" reads prompts from a file, and file is not set; set task.file')
+            raise ConfigError('kind = "prompts" needs a prompts file, and file is not set; set task.file')
         return self
 
 
 class WarmupConfig(Config):
-    """Supervised training before the first rollout, on 64 solutions a step; their prompts are not the task's."""
+    """Supervised training before the first rollout, on 64 solutions per step; the task's prompts are not used."""
 
-    num_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="Optimizer steps; 0: none.")
-    learning_rate: Positive = Field(default=1e-3, description="AdamW's rate, falling to a tenth over these steps.")
+    num_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="Optimizer steps; 0: no warm-up.")
+    learning_rate: Positive = Field(
+        default=1e-3, description="AdamW's learning rate, falling to a tenth over these steps."
+    )

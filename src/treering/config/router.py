@@ -1,4 +1,4 @@
-"""The [router] section of every subcommand that trains: router losses of a mixture of experts. Imports no torch."""
+"""The [router] section of every subcommand that trains: router losses of mixtures of experts. Imports no torch."""
 
 from pydantic import Field
 
@@ -11,10 +11,10 @@ class RouterLosses(Config):
 
     balance: NonNegative | None = Field(
         default=None,
-        description="Factor of the load-balancing loss, as Hugging Face's router_aux_loss_coef; 0 measures it only.",
+        description="Factor of the load-balancing loss, as Hugging Face's router_aux_loss_coef; 0: only measure it.",
     )
     z: NonNegative | None = Field(
-        default=None, description="Factor of the mean squared log-sum-exp of router logits; 0 measures it only."
+        default=None, description="Factor of the mean squared log-sum-exp of router logits; 0: only measure it."
     )
 
     @property

@@ -14,14 +14,14 @@ class RunConfig(Config):
 
     dir: FilePath = Field(
         default=Path("runs/sft"),
-        description="Run folder: settings, metrics.jsonl, checkpoints; of `train` also history and rollouts.",
+        description="Run folder: settings, metrics.jsonl, checkpoints; for `train` also history and rollouts.",
     )
     save_every: CountOrTime = Field(
         default="10min",
-        description="Steps between checkpoints, or a time: then less often where saving would take more than a "
-        "twentieth of it. The last step is saved in any case, and the last whole one at Ctrl-C.",
+        description="Steps between checkpoints, or a time; with a time, saving takes at most a twentieth of the run. "
+        "The last step is always saved, and at Ctrl-C the last whole one.",
     )
-    keep: Count = Field(default=2, description="Checkpoints to keep, the newest ones.")
+    keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
 
     @property
     def save_interval(self) -> int | timedelta:

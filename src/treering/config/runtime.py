@@ -1,6 +1,6 @@
 """The [runtime] section and the schedule of `treering train`. Imports no torch.
 
-These settings change how long a run takes, never what it learns.
+These settings change the duration of a run, never its results.
 """
 
 from typing import Annotated, Literal, Self
@@ -15,57 +15,57 @@ Schedule = Literal["fifo", "longest_first", "histopipe"]
 """Policies of `treering.schedule` that a run can use."""
 
 Rebalancing = Literal["none", "queued", "running"]
-"""See `treering.schedule.cluster`."""
+"""Rollouts that may move between workers, see `treering.schedule.cluster`."""
 
 
 class RuntimeConfig(Config):
-    """The processes of a run."""
+    """Processes of a run."""
 
     workers: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Rollout workers, each a Ray actor (needs treering[ray]); a trainer and a reward worker come on "
-        "top. 0: everything in this process, one phase after another (off-switch).",
+        description="Rollout workers, each a Ray actor (needs treering[ray]), in addition to a trainer and a reward "
+        "worker. 0: everything in this process, one phase after another (off-switch).",
     )
     trainer_ranks: Annotated[int, Field(ge=1)] = Field(
         default=1,
         description="With workers: processes that train together, each with a shard of the model (FSDP2) and "
-        "OMP_NUM_THREADS threads; on CUDA each takes a device.",
+        "OMP_NUM_THREADS threads; on CUDA each uses one device.",
     )
     reward_time_limit_s: Positive = Field(
         default=60.0,
-        description="Seconds that a reward of your own may take in its trial before the run, and with workers in the "
-        "run too, where else its rollout is left out.",
+        description="Seconds that a reward of your own may take in its trial call and, with workers, in the run, "
+        "where a slower call drops its rollout.",
     )
     worker_time_limit_s: Positive = Field(
         default=3600.0,
-        description="With workers: seconds that a process may be silent while it has work, a training step at most; "
+        description="With workers: seconds that a process may be silent while it has work, such as one training step; "
         "then it is replaced.",
     )
     rebalance: Rebalancing = Field(
         default="queued",
-        description="With workers: what may move to another worker than planned. queued: rollouts that have not "
-        "started. running: running ones too, if that saves more than the new prefill costs. none: nothing, and plans "
-        "use no measured times, so that batches depend on no clock.",
+        description="With workers: rollouts that may move to another worker than planned. queued: those that have not "
+        "started. running: running ones too, if that saves more than the new prefill costs. none: no rollouts, and "
+        "plans use no measured times, so that batches depend on no clock.",
     )
     worker_cpus: Positive | None = Field(
         default=None,
         description="Logical CPUs that Ray reserves for each rollout worker, and threads of its engine unless "
-        "engine.num_threads says otherwise. None: one, and an equal share of this machine's threads.",
+        "engine.num_threads is set. None: one CPU, and an equal share of this machine's threads.",
     )
     worker_gpus: NonNegative | None = Field(
         default=None,
         description="GPUs that Ray reserves for each rollout worker; a fraction shares one. None: an equal share of "
-        "those that there are, at most one.",
+        "the available ones, at most one.",
     )
     trainer_gpus: NonNegative | None = Field(
-        default=None, description="GPUs that Ray reserves for each process that trains, likewise."
+        default=None, description="GPUs that Ray reserves for each trainer process, likewise."
     )
 
     @model_validator(mode="after")
     def _check_workers(self) -> Self:
         if self.trainer_ranks > 1 and self.workers == 0:
             raise ConfigError(
-                f"runtime.trainer_ranks = {self.trainer_ranks} train beside rollout workers, and runtime.workers is 0; "
-                "set runtime.workers=1 or more, or start it by torchrun, where each rank samples too"
+                f"runtime.trainer_ranks = {self.trainer_ranks} needs rollout workers, and runtime.workers is 0; "
+                "set runtime.workers=1 or more, or start the run by torchrun, where each rank samples too"
             )
         return self

@@ -22,7 +22,7 @@ from treering.data.formats.reader import FailedRuns, FormatName
 from treering.errors import ConfigError
 
 Overlong: TypeAlias = Literal["error", "drop", "cut"]
-"""What becomes of sequences that are longer than a limit."""
+"""Treatment of sequences that are longer than a limit."""
 
 
 class DataConfig(Config):
@@ -31,17 +31,15 @@ class DataConfig(Config):
     source: Literal["files", "real", "generated"] = Field(
         default="files",
         description="files: `files` and `tokenizer` are looked up next to the configuration, in the current folder, "
-        "then in the real-data folder (TREERING_DATA, default ../shared/data). real: they are inside the real-data "
-        "folder, and without that folder a stand-in of 32 tasks is generated. generated: the stand-in.",
+        "then in the real-data folder (TREERING_DATA, default ../shared/data). real: in the real-data folder only; "
+        "without it, 32 tasks are generated instead. generated: these tasks.",
     )
     files: FilePaths = Field(
         default=(),
         description="Trajectory files: JSON Lines, JSON or Parquet, plain, gzip or zstandard; folders of them, each "
-        "one set; or patterns of such names, which mean their files.",
+        "one dataset; or patterns of such names, which stand for the matching files.",
     )
-    failed: FailedRuns = Field(
-        default="left_out", description='Records that say that their run failed: "left_out" or "kept".'
-    )
+    failed: FailedRuns = Field(default="left_out", description='Records marked as failed runs: "left_out" or "kept".')
     format: FormatName = Field(
         default="auto", description="Format of the records; auto: found from the keys of each file's first record."
     )
@@ -49,7 +47,7 @@ class DataConfig(Config):
     template: Literal["auto", "plain", "hf"] = Field(
         default="auto",
         description="How messages become text. hf: by the tokenizer's chat template. plain: by the plain form. auto: "
-        "hf where the tokenizer has a template, else plain where it knows the markers.",
+        "hf if the tokenizer has a template, else plain if it knows the markers.",
     )
     date: TemplateDate = None
     max_tasks: Count | None = Field(
@@ -57,22 +55,21 @@ class DataConfig(Config):
     )
     min_reward: float | None = Field(
         default=None,
-        description="Least reward of a trajectory that is trained, others and those without are dropped and counted; "
-        "none: all are trained alike.",
+        description="Least reward of a trained trajectory; others and those without a reward are dropped and counted; "
+        "none: train all.",
     )
     max_length: Count | None = Field(default=None, description="Most tokens of a sequence; none: no limit.")
     overlong: Overlong = Field(
         default="error",
-        description="What becomes of longer sequences. error: the first one is named. drop: they are dropped. cut: "
-        "their first max_length tokens are kept, as TRL does, so a cut turn trains no end.",
+        description="Treatment of longer sequences. error: stop and name the first one. drop: drop them. cut: keep "
+        "their first max_length tokens, as TRL does, so a cut turn trains no end.",
     )
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
         if self.max_length is None and self.overlong != "error":
             raise ConfigError(
-                f'overlong = "{self.overlong}" is for sequences above max_length, which is not set; set max_length, or '
-                "remove overlong"
+                f'overlong = "{self.overlong}" needs max_length, which is not set; set max_length, or remove overlong'
             )
         return self
 
@@ -80,7 +77,7 @@ class DataConfig(Config):
     def _check_source(self) -> Self:
         if self.source == "generated" and self.files:
             raise ConfigError(
-                f'source = "generated" reads no files, and files has {len(self.files)}; remove files, or set source = '
+                f'source = "generated" reads no files, got {len(self.files)} in files; remove files, or set source = '
                 '"files"'
             )
         if self.source != "generated" and not self.files:
@@ -92,30 +89,31 @@ class DataConfig(Config):
 
 
 class SftOptions(StepsOptions):
-    """Steps: of which tasks, with which loss."""
+    """Steps: tasks per step, and the loss."""
 
     normalizer: Normalizer = Field(
         default="token_mean", description=StepsOptions.model_fields["normalizer"].description
     )
     trees_per_step: CountOrAuto = Field(
         default="auto",
-        description="Tasks, each one tree, per optimizer step. auto: 8, fewer where an epoch would have less than 16 "
+        description="Tasks per optimizer step, each one tree. auto: 8, or fewer if an epoch would have less than 16 "
         "steps.",
     )
     objective: Literal["sft", "distill"] = Field(
         default="sft",
-        description="sft: the negative log-probability of each trained token. distill: the divergence from [teacher].",
+        description="sft: negative log-probability of each trained token. distill: divergence from [teacher].",
     )
     shared: Literal["sum", "once"] = Field(
-        default="sum", description="sum: a shared token counts once per branch, as flat training does. once: one time."
+        default="sum",
+        description="sum: a shared token counts once per branch, as in flat training. once: it counts one time.",
     )
 
     @model_validator(mode="after")
     def _check_packed(self) -> Self:
         if self.layout != "tree" and self.shared == "once":
             raise ConfigError(
-                f'shared = "once" counts a token one time in the tree of its task, and layout = "{self.layout}" has no '
-                'such trees; set shared = "sum", or layout = "tree"'
+                f'shared = "once" needs one tree per task, got layout = "{self.layout}"; set shared = "sum", or '
+                'layout = "tree"'
             )
         return self
 
@@ -127,8 +125,8 @@ class SftConfig(Config):
     random Qwen3 of 4 layers on 32 generated trees.
     """
 
-    # First two: where a mistaken key exists in two sections, the later one is suggested.
-    teacher: DistillOptions = Field(default_factory=DistillOptions, description="The teacher of a distillation.")
+    # First two: if two sections have a mistaken key, the later one is suggested.
+    teacher: DistillOptions = Field(default_factory=DistillOptions, description="Teacher of a distillation.")
     eval: SftEvalConfig = Field(default_factory=SftEvalConfig, description="Held-out trajectories.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     lora: LoraOptions = Field(default_factory=LoraOptions, description="Adapters instead of all weights.")
@@ -141,7 +139,7 @@ class SftConfig(Config):
 
     @property
     def options(self) -> SftOptions:
-        """[train] with what its steps read of other sections."""
+        """[train] with the settings of other sections that its steps need."""
         return self.train.changed(
             distill=self.teacher if self.teacher.is_set else None,
             router_losses=self.router if self.router.is_set else None,
@@ -167,8 +165,8 @@ class SftConfig(Config):
     def _check_vocabulary(self) -> Self:
         if self.model.path is not None and self.data.source == "generated":
             raise ConfigError(
-                'data.source = "generated" draws meaningless token ids, and model.path = '
-                f"{self.model.path!r} is a pre-trained model; name real files, or remove model.path"
+                'data.source = "generated" draws meaningless token ids, got the pre-trained model model.path = '
+                f"{self.model.path!r}; name real files, or remove model.path"
             )
         return self
 
@@ -176,7 +174,7 @@ class SftConfig(Config):
     def _check_eval(self) -> Self:
         if self.eval.files and self.data.source == "generated":
             raise ConfigError(
-                'files of held-out data have the token ids of a tokenizer, and data.source = "generated" gives others; '
+                'held-out files have the token ids of a tokenizer, and data.source = "generated" has others; '
                 "set eval.share instead"
             )
         return self
@@ -185,8 +183,8 @@ class SftConfig(Config):
     def _check_template(self) -> Self:
         if self.data.template == "hf" and self.data.tokenizer is None and self.model.path is None:
             raise ConfigError(
-                'data.template = "hf" uses the chat template of a tokenizer, and neither data.tokenizer nor model.path '
-                'is set; set data.tokenizer to a Hugging Face tokenizer folder, or data.template = "plain"'
+                'data.template = "hf" needs the chat template of a tokenizer, and neither data.tokenizer nor '
+                'model.path is set; set data.tokenizer to a Hugging Face tokenizer folder, or data.template = "plain"'
             )
         return self
 
@@ -195,7 +193,6 @@ class SftConfig(Config):
         check_teacher(self.teacher, section="train", objective=self.train.objective)
         if self.teacher.is_set and self.data.source == "generated":
             raise ConfigError(
-                'a teacher knows the token ids of its own tokenizer, and data.source = "generated" gives others; name '
-                "files"
+                'a teacher needs the token ids of its tokenizer, and data.source = "generated" has others; name files'
             )
         return self

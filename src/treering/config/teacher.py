@@ -1,4 +1,4 @@
-"""The section [teacher] of `treering sft`: whom the student is compared with, and how."""
+"""The [teacher] section: the teacher of a distillation, and the divergence from it."""
 
 from typing import Annotated, Literal, Self
 
@@ -10,7 +10,7 @@ from treering.errors import ConfigError
 
 
 class DistillOptions(Config):
-    """A teacher of the student's tokenizer, and the divergence from it."""
+    """A teacher with the student's tokenizer, and the divergence from it."""
 
     path: ModelPath | None = Field(
         default=None, description='Hugging Face model folder or hub id; needed for objective = "distill".'
@@ -22,17 +22,19 @@ class DistillOptions(Config):
         "Jensen-Shannon divergence.",
     )
     beta: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        default=None, description="The teacher's weight in the mixture of jsd; none: 0.5."
+        default=None, description="Weight of the teacher in the mixture of jsd; none: 0.5."
     )
     top_k: Count | None = Field(
         default=None,
-        description="Compares the teacher's most likely tokens, and all others as one; none: the whole vocabulary.",
+        description="Number of the teacher's likeliest tokens to compare, all others as one; none: the whole "
+        "vocabulary.",
     )
     temperature: Positive | None = Field(
         default=None, description="Divides the logits of both models; none: as in the rest of training."
     )
     weight: Positive | None = Field(
-        default=None, description='Factor of the divergence beside another objective; none for objective = "distill".'
+        default=None,
+        description='Factor of the divergence added to another objective; unset for objective = "distill".',
     )
 
     @property
@@ -44,19 +46,19 @@ class DistillOptions(Config):
     def _check_beta(self) -> Self:
         if self.beta is not None and self.divergence != "jsd":
             raise ConfigError(
-                f'beta belongs to divergence = "jsd", and here divergence = "{self.divergence}" with beta = '
+                f'beta belongs to divergence = "jsd", got divergence = "{self.divergence}" with beta = '
                 f'{self.beta}; remove beta, or set divergence = "jsd"'
             )
         return self
 
 
 def check_teacher(teacher: DistillOptions, *, section: str, objective: str) -> None:
-    """Refuses a teacher that no loss reads, and a loss without its teacher.
+    """Refuse a teacher that no loss uses, and a loss without its teacher.
 
     Args:
         teacher: the section.
-        section: that holds the objective.
-        objective: of the run.
+        section: name of the section with the objective.
+        objective: the run's objective.
 
     Raises:
         ConfigError: settings that contradict each other.
@@ -70,7 +72,7 @@ def check_teacher(teacher: DistillOptions, *, section: str, objective: str) -> N
         raise ConfigError("[teacher] is set without teacher.path; set it to a Hugging Face model folder")
     if teacher.is_set and (objective == "distill") != (teacher.weight is None):
         raise ConfigError(
-            f"teacher.weight adds the divergence to another objective, and here {section}.objective = "
+            f"teacher.weight adds the divergence to another objective, got {section}.objective = "
             f'"{objective}" with teacher.weight = {teacher.weight}; set {section}.objective = "distill" without a '
             "weight, or another with one"
         )

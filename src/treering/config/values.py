@@ -13,7 +13,7 @@ from treering.types import is_count
 
 
 def _count_or_auto(value: object) -> object:
-    """The value itself; one error instead of one for each side of a union."""
+    """Return a valid value, with one error instead of one for each side of a union."""
     if value == "auto" or is_count(value, least=1):
         return value
     raise ValueError(f'an integer of at least 1, or "auto", got {value!r}')
@@ -24,14 +24,14 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 
 
 def _count_or_time(value: object) -> object:
-    """The value itself; one error instead of one for each side of a union."""
+    """Return a valid value, with one error instead of one for each side of a union."""
     if is_count(value, least=1) or (isinstance(value, str) and _TIME.fullmatch(value)):
         return value
     raise ValueError(f'an integer of at least 1, or a time such as "10min" (s, min or h), got {value!r}')
 
 
 def seconds_in(text: str) -> float:
-    """Seconds of a time.
+    """Return the seconds of a time.
 
     Example: "10min" is 600.0, and "0.5 h" is 1800.0.
     """
@@ -42,7 +42,7 @@ def seconds_in(text: str) -> float:
 
 # TOML has no path type, so paths accept strings; every other type is strict.
 FilePath = Annotated[Path, Field(strict=False)]
-# One path is an array of one.
+# A single path means an array of one.
 FilePaths = Annotated[
     tuple[FilePath, ...],
     Field(strict=False),
@@ -57,20 +57,23 @@ Revision = Annotated[
     str | None,
     Field(
         default=None,
-        description="Commit, branch or tag of a hub id; none: the newest, in a resumed run the one that it began with.",
+        description="Commit, branch or tag of a hub id; none: the newest, or for a resumed run the original one.",
     ),
 ]
 TokenizerPath = Annotated[
     ModelPath | None,
-    Field(default=None, description="Hugging Face tokenizer folder or hub id, for chats; none: that of model.path."),
+    Field(
+        default=None,
+        description="Hugging Face tokenizer folder or hub id, for chats; none: the tokenizer of model.path.",
+    ),
 ]
 TemplateDate = Annotated[
     Date | None,
     Field(
         default=None,
         strict=False,
-        description="The date that chat templates write as today's, as 2026-01-31; none: the day on which the run "
-        "first started, so that a resumed run has the same prompts.",
+        description="Date for chat templates that write today's date, such as 2026-01-31; none: the day of the run's "
+        "first start, so that a resumed run has the same prompts.",
     ),
 ]
 Count = Annotated[int, Field(ge=1)]
