@@ -227,21 +227,21 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
             ["model.path=m", "model.num_layers=2", "data.source=files", 'data.files=["a"]'],
             "has its own shape.*num_layers",
         ),
-        (["model.num_heads=4", "model.num_kv_heads=3"], "3 does not divide 4"),
+        (["model.num_heads=4", "model.num_kv_heads=3"], "must divide num_heads = 4, got 3"),
         (['data.files=["a"]'], "reads no files"),
         (["data.source=files"], "at least one file"),
         (["data.template=hf"], "neither data.tokenizer nor model.path is set"),
-        (["optim.warmup_steps=20"], "warmup_steps = 20 is not below num_steps = 20"),
+        (["optim.warmup_steps=20"], "warmup_steps must be below num_steps = 20, got 20"),
         (["train.divisor=3"], 'normalizer = "token_mean" with divisor = 3.0'),
         (["train.normalizer=constant"], 'normalizer = "constant" with divisor = None'),
-        (["train.layout=packed", "train.shared=once"], "has no such trees"),
-        (['metrics.sinks=["jsonl", "jsonl"]'], "repeats one"),
-        (["model.path=m"], "is a pre-trained model"),
+        (["train.layout=packed", "train.shared=once"], "needs one tree per task"),
+        (['metrics.sinks=["jsonl", "jsonl"]'], "must be distinct"),
+        (["model.path=m"], "got the pre-trained model"),
         (["train.objective=distill"], "teacher.path is not set"),
         (["teacher.path=m"], 'train.objective = "sft" with teacher.weight = None'),
         (["teacher.top_k=1", "teacher.weight=1"], "without teacher.path"),
         (["train.objective=distill", "teacher.path=m", "teacher.weight=1"], '"distill" with teacher.weight = 1.0'),
-        (["train.objective=distill", "teacher.path=m"], "ids of its own tokenizer"),
+        (["train.objective=distill", "teacher.path=m"], "ids of its tokenizer"),
         (["train.objective=distill", "teacher.path=m", "teacher.beta=0.5"], 'beta belongs to divergence = "jsd"'),
         (['eval.files=["a.jsonl"]'], r"set eval\.share instead"),
     ],
@@ -264,7 +264,7 @@ def test_training_needs_an_end() -> None:
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    assert "no.toml cannot (No such file" in refusal(tmp_path / "no.toml")
+    assert "no.toml (No such file" in refusal(tmp_path / "no.toml")
 
 
 def test_a_file_that_is_not_toml_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_file_that_is_not_toml_is_refused_with_its_line(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("override", ["train.num_steps", "=3", "train.=3", "train..x=3"])
 def test_an_override_without_a_key_or_value_is_refused(minimal: Path, override: str) -> None:
-    assert f"an override reads section.key=value, got {override!r}" in refusal(minimal, override)
+    assert f"an override must be section.key=value, got {override!r}" in refusal(minimal, override)
 
 
 def test_an_override_below_a_value_is_refused(minimal: Path) -> None:

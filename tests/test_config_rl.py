@@ -52,8 +52,8 @@ def test_a_name_of_another_library_is_refused_with_ours() -> None:
 
 def test_the_limits_of_a_batch_and_of_a_rollout_are_told_apart() -> None:
     message = refusal(STEPS, "rl.max_tokens=512")
-    assert "did you mean 'rl.max_batch_tokens' (Unique tokens per micro-batch, at most)" in message
-    assert "'sampling.max_tokens' (Tokens of a rollout, at most)" in message
+    assert "did you mean 'rl.max_batch_tokens' (Most unique tokens per micro-batch)" in message
+    assert "'sampling.max_tokens' (Most tokens of a rollout, including those of an environment)" in message
 
 
 def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
@@ -71,29 +71,29 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["task.kind=prompts"], "file is not set; set task.file"),
         (["task.kind=prompts", "task.file=p"], "needs a tokenizer, and a random model has none; set task.tokenizer"),
         ([*PROMPTS, "warmup.num_steps=3"], 'task.kind = "prompts" has none; set warmup.num_steps = 0'),
-        (["optim.warmup_steps=20"], "warmup_steps = 20 is not below num_steps = 20"),
-        (["optim.min_learning_rate=1e-9"], 'schedule = "constant" with min_learning_rate'),
+        (["optim.warmup_steps=20"], "warmup_steps must be below num_steps = 20, got 20"),
+        (["optim.min_learning_rate=1e-9"], 'got schedule = "constant"'),
         (["rl.objective=distill"], 'rl.objective = "distill" needs a teacher'),
         (["teacher.path=m"], 'rl.objective = "grpo" with teacher.weight = None'),
-        (["teacher.path=m", "teacher.weight=1", "runtime.workers=2"], "runtime.workers is 2"),
-        (["teacher.path=m", "rl.objective=distill", "rl.entropy_coefficient=0"], "no bonus, and entropy_coefficient"),
+        (["teacher.path=m", "teacher.weight=1", "runtime.workers=2"], "got runtime.workers = 2"),
+        (["teacher.path=m", "rl.objective=distill", "rl.entropy_coefficient=0"], "no entropy bonus, got entropy_coefficient"),
         (["rl.divisor=3"], 'normalizer = "None" with divisor = 3.0'),
         (["rl.normalizer=constant"], 'normalizer = "constant" with divisor = None'),
         (["rl.entropy_coefficient=-1"], "rl.entropy_coefficient: expected greater than or equal to 0"),
         (
             ["rl.objective=ppo"],
-            "rl.objective: an objective of rollouts is one of .*, got 'ppo'; it needs a value head",
+            "rl.objective: an objective of rollouts must be one of .*, got 'ppo'; it needs a value head",
         ),
-        (["rl.layout=packed", "rl.normalizer=tree_mean"], 'layout = "packed" has no tree per task'),
+        (["rl.layout=packed", "rl.normalizer=tree_mean"], 'one tree per task, got layout = "packed"'),
         (["model.path=m", "model.num_layers=2"], "has its own shape.*num_layers"),
         (["rl.group_size=1"], "rl.group_size: expected greater than or equal to 2"),
         (["rl.clip=[2.0, 0.2]"], "rl.clip.0: expected less than or equal to 1"),
         (["sampling.top_p=0"], "sampling.top_p: expected greater than 0"),
         (["history.min_acceptance=0"], "history.min_acceptance: expected greater than 0"),
-        (["rl.staleness=1"], "rl.staleness is 1 without any; set runtime.workers=1 or more"),
-        (["runtime.trainer_ranks=2"], "runtime.workers is 0; set runtime.workers=1 or more, or start it by torchrun"),
+        (["rl.staleness=1"], "got rl.staleness = 1 without any; set runtime.workers=1 or more"),
+        (["runtime.trainer_ranks=2"], "runtime.workers is 0; set runtime.workers=1 or more, or start the run by torchrun"),
         (["schedule=two_tier"], "schedule"),
-        (["task.kind=verifiers", "task.tokenizer=t"], "runs a taskset, and task.env is not set"),
+        (["task.kind=verifiers", "task.tokenizer=t"], "needs a taskset, and task.env is not set"),
         (["task.kind=verifiers", "task.env=x"], '"verifiers" needs a tokenizer, and a random model has none'),
         (["task.class=x"], 'kind = "sums" has no class, which belong to "environment"'),
         (["task.kind=environment"], "task.class is not set"),
@@ -107,9 +107,9 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["task.kind=chess"], "task.kind: expected 'sums', 'prompts', .* got 'chess'"),
         (["eval.every=2"], "an evaluation needs held-out data, and every is set without"),
         (["eval.share=0.5", 'eval.file="p.jsonl"'], "remove one of them"),
-        (["eval.share=0.5", "eval.num_samples=4"], "at temperature = 0 all rollouts of a prompt are the same"),
-        (['eval.file="p.jsonl"'], "reads no prompts, and eval.file is set"),
-        (["eval.share=0.5", "engine.kind=vllm"], 'engine.kind is "vllm"; remove \\[eval\\]'),
+        (["eval.share=0.5", "eval.num_samples=4"], "at temperature = 0 all rollouts of a prompt are equal"),
+        (['eval.file="p.jsonl"'], "reads no prompts file, got eval.file"),
+        (["eval.share=0.5", "engine.kind=vllm"], 'engine.kind = "vllm"; remove \\[eval\\]'),
     ],
 )
 def test_settings_that_contradict_are_refused(overrides: list[str], rule: str) -> None:
@@ -122,7 +122,7 @@ def test_drafts_need_a_source_and_each_one_once() -> None:
     assert DraftOptions(drafts="off", sources=()).sources == ()
     with pytest.raises(ConfigError, match="sources is empty; name one, or set drafts"):
         DraftOptions(sources=())
-    with pytest.raises(ConfigError, match="repeats one"):
+    with pytest.raises(ConfigError, match="must be distinct"):
         DraftOptions(sources=("own", "own"))
 
 
@@ -143,7 +143,7 @@ def test_the_engine_s_settings_are_those_of_the_engine() -> None:
         (["engine.kind=vllm", "engine.backend=plain"], 'engine.kind = "vllm" has its own kernels'),
         (["engine.kind=vllm", "sampling.top_k=5"], 'rl.old_logprobs = "recomputed"'),
         (["engine.kind=vllm", "sampling.repetition_penalty=1.1"], 'rl.old_logprobs = "recomputed"'),
-        (["engine.verification=exact"], 'engine.kind is "torch"'),
+        (["engine.verification=exact"], 'only for engine.kind = "vllm"'),
     ],
 )
 def test_settings_of_the_other_engine_are_refused(settings: list[str], message: str) -> None:

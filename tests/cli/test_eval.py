@@ -123,7 +123,7 @@ def test_the_nearest_share_that_leaves_both_sides_some_is_taken_and_logged(comma
     )
     told = "eval.share = 0.999 of 4 prompts is 4 by their ids; 3 held out instead"
     assert told in commands.done("train", "eval.share=0.999", "rl.prompts_per_step=1", "run.dir=rl")
-    told = "eval.share = 0.5 leaves some tasks on both sides, and there is 1"
+    told = "eval.share = 0.5 needs at least two tasks, one on each side, got 1"
     assert told in commands.refused("sft", "eval.share=0.5", "data.max_tasks=1", "run.dir=one")
 
 

@@ -151,6 +151,6 @@ def test_what_adapters_cannot_be_is_refused_by_name(lora_commands: Commands, ove
 
 
 def test_adapters_need_a_rank_and_pre_trained_weights(commands: Commands) -> None:
-    assert "lora.rank is not set beside alpha; set it to 16" in commands.refused("sft", "lora.alpha=4")
+    assert "adapters need lora.rank, got only alpha; set lora.rank to 16" in commands.refused("sft", "lora.alpha=4")
     for name in ("sft", "train"):
-        assert "lora.rank is 4 with model.path unset; set model.path" in commands.refused(name, "lora.rank=4")
+        assert "got lora.rank = 4 without model.path; set model.path" in commands.refused(name, "lora.rank=4")

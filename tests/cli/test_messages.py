@@ -59,7 +59,7 @@ def test_short_names_of_dtypes_are_the_full_ones(tmp_path, short, full):
     file = tmp_path / "sft.toml"
     file.write_text('[data]\nsource = "generated"\n[train]\nnum_steps = 1\n')
     assert load(SftConfig, file, [f"model.dtype={short}"]).model.dtype == full
-    with pytest.raises(ConfigError, match="half precision needs its loss scaled"):
+    with pytest.raises(ConfigError, match="half precision needs loss scaling"):
         load(SftConfig, file, ["model.dtype=fp16"])
 
 

@@ -1,1 +1,1 @@
-"""The page of a run: what its folder holds, as figures, and one HTML file that shows them. No torch."""
+"""Page of a run: the data of its folder as figures, and one HTML file that shows them. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What the page of a run shows, as data: charts, tiles, facts, the forest, origins of tokens, episodes."""
+"""Data of a run's page: charts, tiles, facts, the forest, origins of tokens, episodes."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -48,7 +48,7 @@ from treering.tree.stats import flat_work, tree_work, work_bounds
 from treering.types import ModelShape, PromptId, TokenIds, read_shape
 
 TextOf = Callable[[int], str]
-"""The text of a token id."""
+"""Returns the text of a token id."""
 
 CHECKPOINTS_FOLDER = "checkpoints"
 
@@ -56,15 +56,15 @@ CHECKPOINTS_FOLDER = "checkpoints"
 def page_content(
     folder: Path, find_text: Callable[[RunData], TextOf | None], *, others: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """Everything that the page of a folder shows.
+    """Return all data of the page of a folder.
 
     Args:
-        folder: of a run, or of a demo.
-        find_text: gives the texts of a run's tokens; None where they are not known, then ids are shown.
-        others: folders of runs to compare it with; the page then has their curves, and no rollouts.
+        folder: folder of a run or a demo.
+        find_text: returns a function from a run's token ids to texts, or None to show ids.
+        others: folders of runs to compare it with; the page then has their curves and no rollouts.
 
     Raises:
-        InputError: a folder holds no run, or some runs are supervised and others not.
+        InputError: a folder holds no run, or only some of the runs are supervised.
 
     Example: `page_content(folder, lambda run: None)["runs"][0]["rows"]` are the rows of the run's metrics.jsonl.
     """
@@ -92,11 +92,13 @@ def page_content(
 
 
 def _compared(folders: Sequence[Path]) -> tuple[RunData, ...]:
-    """One run of each folder, ours of a demo's; runs of one name have their folder's name before it."""
+    """Return one run per folder, ours for a demo; runs with equal names get their parent folder's name in front."""
     found = [read_runs(folder)[-1] for folder in folders]
     if len({run.is_supervised for run in found}) > 1:
         kinds = ", ".join(f"{run.name} of {'sft' if run.is_supervised else 'train'}" for run in found)
-        raise InputError(f"runs of one kind are compared, got {kinds}; compare those of sft and of train apart")
+        raise InputError(
+            f"compared runs must be of one kind, got {kinds}; compare those of sft and of train separately"
+        )
     names = [run.name for run in found]
     return tuple(
         replace(run, name=f"{run.folder.resolve().parent.name}/{run.name}") if names.count(run.name) > 1 else run
@@ -105,7 +107,7 @@ def _compared(folders: Sequence[Path]) -> tuple[RunData, ...]:
 
 
 def _finite(value: Any) -> Any:
-    """The value with NaN and infinities as texts, which JSON has no numbers for."""
+    """Return the value with NaN and infinities as texts, because JSON has no such numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, Mapping):
@@ -129,7 +131,7 @@ def _run_content(run: RunData) -> dict[str, Any]:
 
 
 def _status(run: RunData) -> str:
-    """How far the run is, and when it wrote last.
+    """Return how far the run is, and when it last wrote.
 
     Example: "16 of 32 steps, last written 2026-03-01 10:20".
     """
@@ -143,7 +145,7 @@ def _status(run: RunData) -> str:
 
 
 def _rollout_content(run: RunData, find_text: Callable[[RunData], TextOf | None], notes: list[str]) -> dict[str, Any]:
-    """Bounds, forests and colours, from the newest rollouts; adds what is missing to `notes`."""
+    """Return bounds, forests and colours from the newest rollouts; add missing data to `notes`."""
     if run.is_supervised:
         rollouts = read_samples(run.folder)
     else:
@@ -187,7 +189,7 @@ def _logprobs(each: Trajectory) -> list[float] | None:
 def _origins(
     run: RunData, rollouts: Rollouts, chosen: Sequence[PromptId], notes: list[str]
 ) -> tuple[dict[PromptId, list[str]], bool]:
-    """The letters of the chosen prompts' rollouts, and whether they are those of a replay."""
+    """Return the letters of the chosen prompts' rollouts, and whether they come from a replay."""
     if has_drafts(run.config):
         try:
             return token_origins(rollouts.epochs, chosen, run.config), True
@@ -218,7 +220,7 @@ def _bounds(run: RunData, rollouts: Rollouts, notes: list[str]) -> list[dict[str
 
 
 def tiles_of(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The figures at the top of the page: label, value and what it says.
+    """Return the figures at the top of the page: label, value and explanation.
 
     Example: a run whose epochs have rewards 0.41 to 0.93 has ("reward", "0.93", "mean of the newest epoch; 0.41 in the
     first").
@@ -255,24 +257,24 @@ def tiles_of(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 class Bars(NamedTuple):
-    """Where the tokens of a forest are drawn: over the rows of their branches."""
+    """Placement of a forest's tokens: bars over the rows of their branches."""
 
     rows: list[int]
-    """The branch of each row; branches that share most are neighbours."""
+    """Branch of each row; branches that share most are neighbours."""
     rectangles: list[tuple[int, int, int, int]]
-    """First token in the forest, number of tokens, first row, and one past the last row; parents before children."""
+    """First token in the forest, number of tokens, first row, and end of the rows; parents before children."""
 
 
 def place_bars(forest: Forest, cuts: Int64Array | None = None) -> Bars:
-    """Lays a forest out, with a bar for each segment.
+    """Lay out a forest with a bar for each segment.
 
     Args:
-        forest: of one group or episode.
-        cuts: tokens at which a bar of its own begins; None: none.
+        forest: forest of one group or episode.
+        cuts: tokens at which a new bar begins; None for no cuts.
     """
     rows = np.argsort(forest.branch_end, kind="stable")
     ends = forest.branch_end[rows]
-    # A rollout may end inside a segment, as a prefix of others: the rest is a bar of its own.
+    # A rollout may end inside a segment, as a prefix of others: a new bar begins after it.
     starts = np.union1d(forest.segment_start, ends[ends + 1 < forest.num_tokens] + 1)
     starts = starts if cuts is None else np.union1d(starts, cuts)
     lengths = np.diff(starts, append=forest.num_tokens)
@@ -283,14 +285,14 @@ def place_bars(forest: Forest, cuts: Int64Array | None = None) -> Bars:
 
 
 def draw(group: Sequence[Trajectory]) -> dict[str, Any]:
-    """The forest of a group as the page draws it: segments over the rows of their branches.
+    """Return the forest of a group as the page draws it: segments over the rows of their branches.
 
     Returns:
-        "rows", the rollout of each row; "segments", each with the depth of its first token, its tokens, its first row,
-        one past its last row, and the mean advantage of its branches, None if none has one; "rewards" and "advantages"
-        by rollout; "num_tokens", distinct, and "num_branch_tokens".
+        "rows", the rollout of each row; "segments", each with the depth of its first token, its number of tokens, its
+        first row, the end of its rows, and the mean advantage of its branches or None; "rewards" and "advantages" by
+        rollout; "num_tokens", the distinct tokens, and "num_branch_tokens".
 
-    Example: [5, 6, 7] and [5, 6, 8, 9] are a segment of 2 tokens over both rows, and one of 1 and one of 2 tokens at
+    Example: [5, 6, 7] and [5, 6, 8, 9] give a segment of 2 tokens over both rows, and segments of 1 and 2 tokens at
     depth 2, each in its own row.
     """
     forest = Forest.from_sequences([tokens_of(each) for each in group])
@@ -316,7 +318,7 @@ def draw(group: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def mean_advantage(trajectory: Trajectory) -> float | None:
-    """Its advantage; the mean over trained tokens where they have different ones; None if it has none."""
+    """Return a trajectory's advantage or its mean over trained tokens; None without an advantage."""
     if trajectory.advantages is None:
         return trajectory.advantage
     mask = trajectory.loss_mask
@@ -325,7 +327,7 @@ def mean_advantage(trajectory: Trajectory) -> float | None:
 
 
 def bounds_of(groups: Sequence[Sequence[Trajectory]], shape: ModelShape) -> dict[str, float]:
-    """Best possible speedups of training the groups whose rewards differ as trees, by tokens and by counted FLOPs.
+    """Return the token bound and the FLOP bound of training the groups whose rewards differ as trees.
 
     Example: a prompt of 1,024 tokens with 8 responses of 64 has a token bound of 5.67.
     """
@@ -342,39 +344,39 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 LETTERS = "hsox"
-"""One letter for each of `SOURCES`."""
+"""Letters for `SOURCES`, in their order."""
 GIVEN, SAMPLED = "g", "n"
 _SETTINGS = ("max_draft", "min_acceptance", "shape", "sources")
 _NOT_DRAFTED = -1
 
 
 def num_history_epochs(config: Mapping[str, Any]) -> int:
-    """Epochs that the history of a run keeps; 2, the default, where the settings do not say."""
+    """Return the number of epochs that a run's history keeps; 2, the default, if the settings have none."""
     number = section_of(config, "history").get("max_epochs", 2)
     return number if isinstance(number, int) and number > 0 else 2
 
 
 def has_drafts(config: Mapping[str, Any]) -> bool:
-    """Whether a run drafts."""
+    """Return whether a run drafts."""
     return section_of(config, "history").get("drafts") == "on"
 
 
 def token_origins(
     epochs: Mapping[int, list[Trajectory]], prompts: Collection[PromptId], config: Mapping[str, Any]
 ) -> dict[PromptId, list[str]]:
-    """A letter per token of each rollout of the newest epoch, in the order of the group.
+    """Return a letter per token of each rollout of the newest epoch, in the order of the group.
 
     Args:
         epochs: rollouts by epoch, ascending.
-        prompts: which ones are replayed.
+        prompts: prompts to replay.
         config: settings of the run.
 
     Returns:
-        By prompt, a text per rollout: `GIVEN` for prompts and observations, `LETTERS` for drafted and accepted tokens,
+        A text per rollout, by prompt: `GIVEN` for prompts and observations, `LETTERS` for drafted and accepted tokens,
         `SAMPLED` for the rest.
 
-    Example: a rollout that repeats that of the epoch before, after a prompt of two tokens, begins with "ggn" or "ggh"
-    and goes on with "h", but for one "n" per forward pass.
+    Example: a rollout that repeats the one of the epoch before, after a prompt of two tokens, begins with "ggn" or "ggh"
+    and continues with "h", except for one "n" per forward pass.
     """
     wanted = set(prompts)
     chosen = [each for rollouts in epochs.values() for each in rollouts if each.task_id in wanted]
@@ -388,7 +390,7 @@ def token_origins(
             recorded, "all", max_epochs=num_history_epochs(config), settings=drafter_settings(config), origins=origins
         )
         offsets = recorded.offsets
-    # A recording keeps the order within an epoch, as steps ascend in a run's files.
+    # A recording keeps the order within an epoch, because steps ascend in a run's files.
     pieces = iter([origins[begin:end] for begin, end in pairwise(offsets.tolist())])
     newest, found = max(epochs, default=0), dict[PromptId, list[str]]()
     for each, one in zip(chosen, rendered, strict=True):
@@ -407,9 +409,9 @@ def _letters(origins: np.ndarray[Any, np.dtype[np.int8]], mask: np.ndarray[Any, 
 
 
 def drafter_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run's drafter; all sources if the run has none, as a replay says what drafts would have done.
+    """Return the settings of a run's drafter; without sources, all of them, to replay what drafts would have done.
 
-    Example: a run with `history.max_draft = 5` alone in its settings has {"max_draft": 5} and all `SOURCES`.
+    Example: a run with only `history.max_draft = 5` in its settings has {"max_draft": 5} and all `SOURCES`.
     """
     given = {name: value for name, value in section_of(config, "history").items() if name in _SETTINGS}
     sources = tuple(given.get("sources", SOURCES))
@@ -419,18 +421,18 @@ def drafter_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 MAX_DRAWN_EPISODES = 40
 _MAX_TEXT = 240
 _READ = -1
-"""In place of an agent: tokens that no call of a trained agent sampled."""
+"""Stands for no agent: tokens that no call of a trained agent sampled."""
 
 
 def episodes_of(trajectories: Sequence[Trajectory], text_of: Callable[[int], str] | None) -> list[dict[str, Any]]:
-    """The episodes of the newest step of some rollouts, as the page draws them; those with most branches first.
+    """Return the episodes of the newest step as the page draws them; those with the most branches come first.
 
     Args:
-        trajectories: of a run; those that are no branches of episodes are left out.
-        text_of: of a token; None shows ids.
+        trajectories: rollouts of a run; those that do not belong to episodes are dropped.
+        text_of: returns a token's text; None shows ids.
 
     Returns:
-        At most `MAX_DRAWN_EPISODES`, and as many as `MAX_DRAWN_TOKENS` allow, but at least one if there is any.
+        At most `MAX_DRAWN_EPISODES` with `MAX_DRAWN_TOKENS` in all, but at least one if there are any.
     """
     branches = [each for each in trajectories if each.episode is not None]
     newest = max((each.step or 0 for each in branches), default=0)
@@ -491,6 +493,6 @@ def _part(each: Trajectory) -> EpisodePart:
 
 
 def _words(tokens: TokenIds, text_of: Callable[[int], str] | None) -> str:
-    """The beginning of a span's text."""
+    """Return the beginning of a span's text."""
     words = [str(token) if text_of is None else text_of(token) for token in tokens[:_MAX_TEXT].tolist()]
     return ("" if text_of is not None else " ").join(words)[:_MAX_TEXT]

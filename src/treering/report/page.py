@@ -1,4 +1,4 @@
-"""Pages as HTML: of runs, and of trajectories with their trained tokens."""
+"""HTML pages: of runs, and of trajectories with their trained tokens."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ _SCRIPTS = ("chart.js", "figures.js", "forest.js", "episode.js", "page.js")
 
 
 def as_html(content: Mapping[str, Any]) -> str:
-    """The page of what `content.page_content` found.
+    """Return the page for the result of `content.page_content`.
 
-    The figures are SVG that the page's own script draws from the JSON in `<script id="data">`; it follows the width
-    and the light or dark setting of the browser.
+    The page's own script draws the figures as SVG from the JSON in `<script id="data">`; they follow the width and the
+    light or dark setting of the browser.
 
     Example: `Path("report.html").write_text(as_html(page_content(folder, find_text)), encoding="utf-8")`
     """
@@ -30,13 +30,13 @@ def as_html(content: Mapping[str, Any]) -> str:
 
 
 def shell(title: str, status: str, body: str, *, command: str) -> str:
-    """A whole page in the style of reports around a body in HTML; title and status are plain text."""
+    """Return a whole page in the style of reports around an HTML body; title and status are plain text."""
     parts = {"title": escape(title), "style": _asset("page.css"), "status": escape(status), "command": escape(command)}
     return _filled("shell.html", {**parts, "body": body})
 
 
 def _filled(asset: str, parts: Mapping[str, str]) -> str:
-    """An asset with its markers replaced, the last part last: it may contain any text, also that of a marker."""
+    """Replace the markers of an asset; the last part may contain any text, even a marker, as it is filled in last."""
     page = _asset(asset)
     for name, part in parts.items():
         page = page.replace(f"<!--{name}-->", part)
@@ -44,7 +44,7 @@ def _filled(asset: str, parts: Mapping[str, str]) -> str:
 
 
 def _inline_json(content: Mapping[str, Any]) -> str:
-    """JSON that cannot end its script element, whatever texts it holds."""
+    """Return JSON that cannot end its script element, whatever texts it holds."""
     return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -64,21 +64,21 @@ def _asset(name: str) -> str:
 
 
 CLASSES = {"trained": "o", "context": "g", "shared": "p", "special": "n"}
-"""Of the style sheet, by what is true of a span."""
+"""Classes of the style sheet, by properties of a span."""
 
 
 class PageSpan(NamedTuple):
-    """A stretch of text."""
+    """A piece of text."""
 
     text: str
     facts: Sequence[str]
-    """What is true of it, names of `CLASSES`."""
+    """Properties of the text, names of `CLASSES`."""
     picture: str | None = None
-    """A data URI of what stands there."""
+    """Data URI of an image to show in place of the text."""
 
 
 def trained_html(trajectories: Sequence[tuple[str, Sequence[PageSpan]]]) -> str:
-    """The page of headings, each with its spans.
+    """Return a page of headings, each with its spans.
 
     Example: `trained_html([("row 1", [PageSpan("Hi", ["context"]), PageSpan(" there", ["trained"])])])` marks " there".
     """

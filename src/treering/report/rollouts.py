@@ -1,4 +1,4 @@
-"""The newest rollouts of a run, as far as a page needs them: which are read, and which prompts are drawn."""
+"""Newest rollouts of a run for its page: which are read, and which prompts are drawn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from treering.types import PromptId
 
 ROLLOUTS_FOLDER = "rollouts"
 SAMPLES_FILE = "samples.jsonl"
-"""Tasks of a supervised run's data, as trajectories."""
+"""Tasks from a supervised run's data, as trajectories."""
 MAX_READ_BYTES = 200_000_000
-"""Rollout files that are read, newest first; the newest one is skipped too if it is larger."""
+"""Most bytes of rollout files to read, newest first; this also skips a newest file that is larger."""
 MAX_DRAWN_TOKENS = 40_000
-"""Tokens of all rollouts on a page; at least one prompt is drawn."""
+"""Most tokens of all rollouts on a page; at least one prompt is drawn."""
 MAX_DRAWN_PROMPTS = 40
 
 
@@ -25,8 +25,8 @@ class Rollouts:
     """Rollouts of the newest epochs.
 
     Attributes:
-        epochs: by epoch, ascending, in the order of their steps; all have tokens.
-        notes: what is missing, in sentences.
+        epochs: rollouts by epoch, ascending, in the order of their steps; all have tokens.
+        notes: sentences on missing data.
     """
 
     epochs: dict[int, list[Trajectory]]
@@ -34,16 +34,16 @@ class Rollouts:
 
     @property
     def newest(self) -> dict[PromptId, list[Trajectory]]:
-        """The newest epoch's rollouts by prompt, in order; empty if there are none."""
+        """The newest epoch's rollouts by prompt, in order; empty without rollouts."""
         return groups_of(self.epochs[max(self.epochs)]) if self.epochs else {}
 
 
 def read_newest(folder: Path, num_epochs: int) -> Rollouts:
-    """Reads the rollout files of the last `num_epochs` epochs of a run's folder, as far as `MAX_READ_BYTES` allow.
+    """Read the rollout files of the last `num_epochs` epochs of a run's folder, up to `MAX_READ_BYTES`.
 
-    Example: of a run with the files of epochs 0 to 7, `read_newest(folder, 3)` reads epochs 5, 6 and 7.
+    Example: for a run with files of epochs 0 to 7, `read_newest(folder, 3)` reads epochs 5, 6 and 7.
     """
-    # From epoch 1000 on names are longer.
+    # File names get longer from epoch 1000 on.
     found = sorted((folder / ROLLOUTS_FOLDER).glob("epoch-*.jsonl"), key=lambda file: (len(file.name), file.name))
     files = found[-num_epochs:]
     notes = [] if files else ["There are no rollouts: none is logged yet, or run.rollouts is off."]
@@ -51,7 +51,7 @@ def read_newest(folder: Path, num_epochs: int) -> Rollouts:
 
 
 def read_samples(folder: Path) -> Rollouts:
-    """Reads the sampled tasks of a supervised run as those of epoch 0, without rewards."""
+    """Read the sampled tasks of a supervised run as rollouts of epoch 0 without rewards."""
     file = folder / SAMPLES_FILE
     return _read([file], []) if file.is_file() else _read([], ["The run has kept no samples of its data."])
 
@@ -78,7 +78,7 @@ def _read(files: Sequence[Path], notes: list[str]) -> Rollouts:
 
 
 def groups_of(trajectories: Sequence[Trajectory]) -> dict[PromptId, list[Trajectory]]:
-    """Rollouts by prompt, prompts and rollouts in order."""
+    """Return rollouts by prompt, prompts and rollouts in order."""
     groups: dict[PromptId, list[Trajectory]] = {}
     for each in trajectories:
         groups.setdefault(each.task_id, []).append(each)
@@ -86,11 +86,11 @@ def groups_of(trajectories: Sequence[Trajectory]) -> dict[PromptId, list[Traject
 
 
 def choose_prompts(groups: dict[PromptId, list[Trajectory]]) -> list[PromptId]:
-    """The prompts to draw, as many as `MAX_DRAWN_TOKENS` allow, at least one.
+    """Choose the prompts to draw: at least one, up to `MAX_DRAWN_PROMPTS` and `MAX_DRAWN_TOKENS`.
 
-    Those with different rewards come first, and of these the ones with the most different rollouts.
+    Prompts with different rewards come first, and among these the prompts with the most different rollouts.
 
-    Example: of 3 prompts of 30,000 tokens each, one is drawn.
+    Example: of 3 prompts with 30,000 tokens each, one is drawn.
     """
     order = sorted(groups, key=lambda prompt: _variety(groups[prompt]), reverse=True)
     sizes = np.cumsum([sum(tokens_of(each).size for each in groups[prompt]) for prompt in order])
@@ -99,11 +99,11 @@ def choose_prompts(groups: dict[PromptId, list[Trajectory]]) -> list[PromptId]:
 
 
 def _variety(group: Sequence[Trajectory]) -> tuple[bool, int]:
-    """Whether rewards differ, and how many different rollouts there are."""
+    """Return whether rewards differ, and the number of different rollouts."""
     return len({each.reward for each in group}) > 1, len({tokens_of(each).tobytes() for each in group})
 
 
 def tokens_of(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """int32 [T], its tokens."""
+    """Return the tokens of a trajectory, int32 [T]."""
     assert trajectory.tokens is not None, "rollouts are read with tokens"
     return trajectory.tokens

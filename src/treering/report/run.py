@@ -1,4 +1,4 @@
-"""The files of a run as data: its settings, rows of metrics, starts, and figures by epoch."""
+"""Files of a run as data: its settings, rows of metrics, starts, and figures by epoch."""
 
 import json
 import math
@@ -18,7 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = "run.lock"
 DEMO_FILE = "demo.json"
 SIDES = ("plain", "treering")
-"""The runs of a demo's folder, ours last."""
+"""Runs in a demo's folder, ours last."""
 
 Row = Mapping[str, Any]
 """A line of metrics.jsonl: "step", and numbers by the names of `treering.metrics`, or "nan", "inf", "-inf"."""
@@ -26,14 +26,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """What a run has written so far.
+    """Data that a run has written so far.
 
     Attributes:
-        name: of the run on its page.
-        folder: of the run.
-        rows: a row per step, ascending; of a step that stands twice, the later row.
+        name: name of the run on its page.
+        folder: folder of the run.
+        rows: one row per step, ascending; the later row if a step has two.
         config: the settings of `config.json`; empty if it is missing or damaged.
-        notes: what is missing, in sentences.
+        notes: sentences on missing data.
     """
 
     name: str
@@ -44,46 +44,48 @@ class RunData:
 
     @property
     def num_planned(self) -> int | None:
-        """Steps that the settings amount to; None where they are missing."""
+        """Number of steps that the settings amount to; None without settings."""
         count = self.config.get("num_steps")
         return count if isinstance(count, int) else None
 
     @property
     def is_supervised(self) -> bool:
-        """Whether it trains on given trajectories and samples no rollouts."""
-        # Step 0 has an evaluation alone.
+        """Whether the run trains on given trajectories and samples no rollouts."""
+        # Step 0 only has an evaluation.
         steps = [row for row in self.rows if row["step"] > 0]
         return "train" in self.config or (bool(steps) and metrics.NUM_SAMPLED not in steps[-1])
 
     @property
     def runs_episodes(self) -> bool:
-        """Whether its rollouts are runs of an environment, each of one branch or several."""
+        """Whether the rollouts are runs of an environment, with one or several branches each."""
         return section_of(self.config, "task").get("kind") in ("environment", "verifiers")
 
 
 def read_runs(folder: Path) -> tuple[RunData, ...]:
-    """The run of a folder, or both runs of a demo's folder, ours last.
+    """Read the run of a folder, or both runs of a demo's folder, ours last.
 
     Raises:
-        InputError: the folder is missing, or holds nothing of a run.
+        InputError: the folder is missing, or holds no run.
 
     Example: `read_runs(Path("runs/demo"))` gives the runs "plain" and "treering".
     """
     if not folder.is_dir():
-        raise InputError(f"treering report needs the folder of a run, and {folder} is none; name the run.dir of a run")
+        raise InputError(
+            f"treering report needs the folder of a run, got {folder}, which is not a folder; name a run.dir"
+        )
     found = [folder / side for side in SIDES if _is_run(folder / side)]
     if _is_run(folder) or not found:
         if not _is_run(folder):
             raise InputError(
-                f"treering report needs the folder of a run, which holds {METRICS_FILE} or {CONFIG_FILE}, and {folder} "
-                "holds neither; name the run.dir of a run, or a demo's folder"
+                f"treering report needs the folder of a run with {METRICS_FILE} or {CONFIG_FILE}, and {folder} "
+                "has neither; name the run.dir of a run, or a demo's folder"
             )
         found = [folder]
     return tuple(read_run(each) for each in found)
 
 
 def read_run(folder: Path) -> RunData:
-    """What the folder of one run holds; what cannot be read is a note.
+    """Read the folder of one run; unreadable data gives a note.
 
     Example: a run that was killed while it wrote its ninth row has the rows 1 to 8 and the note "metrics.jsonl has 1
     line that cannot be read".
@@ -95,17 +97,17 @@ def read_run(folder: Path) -> RunData:
 
 
 def read_demo(folder: Path) -> Mapping[str, Any]:
-    """The comparison that `treering demo` writes when it ends; empty before, and for other folders."""
+    """Return the comparison that `treering demo` writes when it ends; empty before that, and for other folders."""
     return _object(folder / DEMO_FILE, []) if (folder / DEMO_FILE).is_file() else {}
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a process of this machine trains in a run's folder, or in one of a demo's."""
+    """Return whether a process of this machine trains in a run's folder, or in one of a demo's."""
     return any(is_locked(place / LOCK_FILE) for place in (folder, *(folder / side for side in SIDES)))
 
 
 def number(value: object) -> float | None:
-    """A metric as a finite number; None for what is missing, not a number or infinite.
+    """Return a metric as a finite number; None for a missing, infinite or non-numeric one.
 
     Example: 2 and 2.0 give 2.0, and "nan" gives None.
     """
@@ -122,7 +124,7 @@ def _rows(file: Path, notes: list[str]) -> tuple[Row, ...]:
         notes.append(f'{file.name} is missing: no step is done yet, or the sink "jsonl" is off.')
         return ()
     check_regular(file)
-    # Counted first: a run that trains may add lines meanwhile, and these are not bad.
+    # Count first, because a training run may add lines meanwhile, and these are not damaged.
     with file.open("rb") as lines:
         num_lines = sum(1 for _ in lines)
     found = list(read_rows(file))
@@ -139,7 +141,7 @@ def _rows(file: Path, notes: list[str]) -> tuple[Row, ...]:
 
 
 def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section of a run's settings; empty if it is missing or no section."""
+    """Return a section of a run's settings; empty if it is missing or not a section."""
     found = config.get(name)
     return found if isinstance(found, Mapping) else {}
 
@@ -159,12 +161,12 @@ def _object(file: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def by_epoch(rows: Sequence[Row]) -> list[dict[str, float | None]]:
-    """Means over the steps of each epoch, weighted by what they are means of; None where nothing was counted.
+    """Return weighted means over the steps of each epoch; None if nothing was counted.
 
-    Tokens per forward are tokens over rows of forward passes, the acceptance is accepted over drafted tokens, sharing
-    is 1 - computed over flat tokens. The reward and the length are means over rollouts.
+    Tokens per forward are tokens per row of a forward pass, acceptance is accepted per drafted token, sharing is
+    1 - computed / flat tokens. Reward and length are means over rollouts.
 
-    Example: steps with 300 tokens in 100 rows and 100 tokens in 100 rows have 2.0 tokens per forward together.
+    Example: steps with 300 tokens in 100 rows and 100 tokens in 100 rows have 2.0 tokens per forward in total.
     """
     epochs: dict[int, list[Row]] = {}
     for row in rows:
@@ -175,7 +177,7 @@ def by_epoch(rows: Sequence[Row]) -> list[dict[str, float | None]]:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float | None]:
-    """The means of `by_epoch` over all of the given steps; None where nothing was counted.
+    """Return the means of `by_epoch` over all given steps; None if nothing was counted.
 
     Example: without a row of sampled tokens "tokens_per_forward" is None.
     """
@@ -193,7 +195,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def held_out(rows: Sequence[Row]) -> dict[str, str]:
-    """The first and the last evaluation, by metric.
+    """Return the first and the last evaluation, by metric.
 
     Example: {"held-out loss": "2.3170 after step 0, 2.1012 after step 40"}.
     """
@@ -215,26 +217,26 @@ def _k_of(name: str) -> int:
 
 
 def phase_seconds(row: Row) -> dict[str, float]:
-    """Seconds of a step by phase; "other" is what the phases leave, 0 where they overlap.
+    """Return the seconds of a step by phase; "other" is the rest of the step, 0 if phases overlap.
 
     Example: a step of 10 s with 6 s of rollout, 3 s of training and 0.5 s of update has 0.5 s of "other".
     """
     names = {"rollout": metrics.ROLLOUT_S, "training": metrics.TRAIN_S, "update": metrics.UPDATE_S}
     found = {phase: seconds for phase, name in names.items() if (seconds := number(row.get(name))) is not None}
     step_s = number(row.get(metrics.STEP_S))
-    # A supervised step has no phases: all of it is training.
+    # A supervised step has no phases, so all of it is training.
     if step_s is None:
         return found
     return found | {"other": max(0.0, step_s - sum(found.values()))} if found else {"training": step_s}
 
 
 def account(rows: Sequence[Row], *, has_branches: bool = False) -> dict[str, int]:
-    """What became of the rollouts, by name; each is trained, or left out for one of four reasons.
+    """Return counts of the rollouts by outcome: trained, or dropped for one of four reasons.
 
-    `has_branches`: they are runs of an environment, of which metrics count the trained branches and not the trained
-    runs; then those that are trained and those of equal rewards are one count.
+    With `has_branches` they are runs of an environment. Metrics count trained branches but not trained runs, so trained
+    runs and runs of equal rewards are then one count.
 
-    Example: 64 rollouts of which 2 had no reward and 22 were in groups of equal rewards are 40 trained.
+    Example: of 64 rollouts, 2 without a reward and 22 in groups of equal rewards, 40 are trained.
     """
     with_reward, trained = total(rows, metrics.NUM_ROLLOUTS), total(rows, metrics.NUM_BRANCHES)
     scored = {"trained": trained, "equal rewards in the group": with_reward - trained}
@@ -248,7 +250,7 @@ def account(rows: Sequence[Row], *, has_branches: bool = False) -> dict[str, int
 
 
 def faults(rows: Sequence[Row]) -> dict[str, int]:
-    """Counts of what went wrong or was moved, over all steps; only those that the run counts."""
+    """Return counts of faults and moves over all steps; only those that the run counts."""
     names = {
         "rollouts at their maximum length": metrics.NUM_OVERLONG,
         "groups without a rollout": metrics.NUM_EMPTY_GROUPS,
@@ -260,7 +262,7 @@ def faults(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def total(rows: Iterable[Row], name: str) -> float:
-    """The sum of a metric over the rows that have it."""
+    """Return the sum of a metric over the rows that have it."""
     return sum(number(row.get(name)) or 0.0 for row in rows)
 
 
@@ -279,22 +281,22 @@ def _ratio(over: float, under: float) -> float | None:
 
 
 def names_of(rows: Sequence[Row]) -> list[str]:
-    """The names of all metrics in the rows, sorted."""
+    """Return the names of all metrics in the rows, sorted."""
     return sorted({name for row in rows for name in row if name != "step"})
 
 
 def last_values(rows: Sequence[Row]) -> Mapping[str, float]:
-    """The newest finite value of each metric."""
+    """Return the newest finite value of each metric."""
     return {name: value for row in rows for name in row if (value := number(row[name])) is not None}
 
 
 STARTS_FILE = "starts.jsonl"
-"""A line for each start of a run: "step" that it begins after, "time", "machine", "num_ranks", "parameters",
+"""A line for each start of a run: "step" (the last one before it), "time", "machine", "num_ranks", "parameters",
 "versions"."""
 
 
 def facts_of(run: RunData) -> dict[str, Any]:
-    """The facts of a run: a table, its settings by dotted name, and the steps after which it was resumed.
+    """Return the facts of a run: a table, its settings by dotted name, and the steps after which it was resumed.
 
     Example: a run that was killed in its seventh step and resumed after its fifth has "resumed" [5].
     """
@@ -307,7 +309,7 @@ def facts_of(run: RunData) -> dict[str, Any]:
 
 
 def note_start(folder: Path, start: Mapping[str, Any]) -> None:
-    """Adds a start to the run in a folder; damaged lines are dropped.
+    """Add a start to the run in a folder; damaged lines are dropped.
 
     Raises:
         OSError: the file cannot be written.
@@ -346,12 +348,12 @@ _SECONDS = ("started_s", "ended_s", "busy_s")
 
 
 def read_timeline(folder: Path) -> list[dict[str, Any]]:
-    """The spans of a run, in order; empty if it has no workers. Damaged lines are left out.
+    """Return the spans of a run, in order; empty if it has no workers. Damaged lines are dropped.
 
     Each has "step", "worker" (None for the trainer), "started_s", "ended_s" and "busy_s" in seconds of `time.time`, and
     "num_rollouts".
 
-    Example: a step of two workers has three spans, that of the trainer last.
+    Example: a step of two workers has three spans, the trainer's last.
     """
     return [row for row in read_rows(folder / TIMELINE_FILE) if _is_span(row)]
 

@@ -81,7 +81,7 @@ def test_held_out_tasks_are_evaluated_and_never_trained(trained: Commands) -> No
         (["runtime.workers=1", "runtime.rebalance=running"], "stay on the worker where they began"),
         (["warmup.num_steps=2"], 'task.kind = "environment" has none'),
         (["task.max_turn_tokens=100"], "bounds a context with its turn"),
-        (["task.template=raw"], 'template = "raw" has no turns'),
+        (["task.template=raw"], 'template = "raw" has none'),
         (["task.clas=envs.py:Digits"], "did you mean 'task.class'?"),
     ],
 )

@@ -10,7 +10,7 @@ const STYLES = [
   { color: "var(--c3)", dash: "8 3 2 3", mark: "circle" },
   { color: "var(--c4)", dash: "12 3", mark: "square" },
 ];
-// More lines than styles: colours again, with other dashes.
+// With more lines than styles, repeat the colours with other dashes.
 const styleOf = (i) => (i < STYLES.length ? STYLES[i] : { ...STYLES[i % STYLES.length], dash: `${2 + (i % 4)} ${3 + (i % 5)}` });
 
 function svg(name, attributes, ...children) {
@@ -27,7 +27,7 @@ function html(name, attributes, ...children) {
   return element;
 }
 
-// JSON has no NaN and no infinity, so these are strings there; a chart leaves them out.
+// JSON has no NaN and no infinity, so they are strings there; charts drop them.
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 function format(value) {
@@ -79,7 +79,7 @@ function legend(figure) {
   return html("div", { class: "legend" }, ...keys);
 }
 
-// The frame of a plot: grid, axes and the two scales.
+// Draws the frame of a plot: grid, axes and the two scales.
 function frame(figure, width, height, xs, low, high) {
   const labels = ticks(low, high, 5);
   const left = 12 + 7 * Math.max(...labels.map((value) => format(value).length));
@@ -102,7 +102,7 @@ function frame(figure, width, height, xs, low, high) {
   return { picture, x, y, left, right: width - right, top, floor: height - bottom };
 }
 
-// A mark between the steps where a run was resumed.
+// Marks the steps after which a run was resumed.
 function resumes(plot) {
   for (const run of content.runs)
     for (const step of run.facts.resumed) {
@@ -122,7 +122,7 @@ function drawLines(figure, width) {
   if (figure.to !== undefined) high = Math.max(high, figure.to);
   const room = (high - low || Math.abs(high) || 1) * 0.06;
   const plot = frame(figure, width, 210, points.map(([x]) => x), low === figure.from ? low : low - room, high === figure.to ? high : high + room);
-  // The solid line is drawn first and broad, so that others are seen where they lie on it.
+  // Draw the solid line first and wide, so that lines on top of it stay visible.
   const styles = figure.series.map((series, i) => series.style ?? styleOf(i));
   if (figure.x === "step") resumes(plot);
   const order = figure.series.map((_, i) => i).sort((a, b) => styles[a].dash.length - styles[b].dash.length);
@@ -185,7 +185,7 @@ function table(figure) {
 
 function withTable(figure) {
   const details = html("details", {}, html("summary", {}, "Numbers"));
-  // A run may have thousands of steps, so a table is made when it is opened.
+  // A run may have thousands of steps, so make the table when it is opened.
   details.addEventListener("toggle", () => details.children.length === 1 && details.append(table(figure)));
   return details;
 }
@@ -199,7 +199,7 @@ function fitted(box, draw) {
     drawn = width;
     box.replaceChildren(draw(width));
   };
-  // Afterwards, because drawing changes sizes, which an observer must not do.
+  // Draw later, because drawing changes sizes, which an observer must not do.
   new ResizeObserver(() => setTimeout(redraw)).observe(box);
 }
 

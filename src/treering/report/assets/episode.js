@@ -1,4 +1,4 @@
-// The tree of one episode of the newest step, selectable: calls as bars along the paths of their contexts.
+// The tree of an episode of the newest step, with a selector: calls as bars along the paths of their contexts.
 
 const agentColor = (agent) => (agent < 0 ? "var(--idle)" : styleOf(agent).color);
 

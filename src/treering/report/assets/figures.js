@@ -1,22 +1,22 @@
-// Which figures a run has: titles, reading help and series.
+// Figures of a run: titles, reading help and series.
 
 const runs = content.runs;
 const ours = runs[runs.length - 1];
 const isRl = content.kind === "rl";
 const isCompared = content.compared;
 
-// A run's place among the styles: in a demo ours is the first one.
+// Index of a run's style; in a demo our run has the first.
 const styled = (run) => ({ style: styleOf(isCompared ? runs.indexOf(run) : runs.length - 1 - runs.indexOf(run)) });
-// A metric in words: "train/clip_low" is "clip low", "eval/pass_at_4" is "pass@4".
+// Text for a metric: "train/clip_low" is "clip low", "eval/pass_at_4" is "pass@4".
 const wordsOf = (name) => name.replace(/^(train|eval|time)\//, "").replace(/pass_at_(\d+)/, "pass@$1").replaceAll(/[/_]/g, " ");
-// A line of one of several metrics: the run's colour, and the dashes of the metric.
+// A line for one of several metrics: the run's colour, and the dashes of the metric.
 const lineOf = (each, i, words) => (runs.length > 1 ? { ...each, name: `${each.name}, ${words}`, style: { ...each.style, dash: styleOf(i).dash, mark: styleOf(i).mark } } : { ...each, name: words, style: styleOf(i) });
 const bySteps = (name) => runs.map((run) => ({ name: runs.length > 1 ? run.name : wordsOf(name), ...styled(run), points: run.rows.filter((row) => name in row).map((row) => [row.step, row[name]]) }));
 const byEpochs = (name, label) => runs.map((run) => ({ name: runs.length > 1 ? run.name : label, ...styled(run), points: run.epochs.filter((row) => row[name] !== null).map((row) => [row.epoch, row[name]]) }));
 
 const passNames = [...new Set(runs.flatMap((run) => run.names))].filter((name) => name.startsWith("eval/pass_at_")).sort((a, b) => a.length - b.length || (a < b ? -1 : 1));
 
-// Figures that only some runs have; several names are lines of one chart where there is one run.
+// Figures that only some runs have; with a single run, several names are lines of one chart.
 function optional() {
   const figures = [
     { id: "eval-loss", title: "Held-out loss", help: "The mean negative log-probability of the trained tokens of tasks that are never trained; it rises where training overfits.", names: ["eval/loss"] },
@@ -100,7 +100,7 @@ function workers() {
 
 const NUM_SHOWN = 12;
 
-// When each process worked on the newest steps: a row per worker, the trainer last.
+// Times when each process worked on the newest steps: a row per worker, the trainer last.
 function timeline() {
   const newest = [...new Set(ours.timeline.map((span) => span.step))].sort((a, b) => a - b).slice(-NUM_SHOWN);
   const spans = ours.timeline.filter((span) => newest.includes(span.step));
@@ -170,7 +170,7 @@ function aboutCards() {
   });
 }
 
-// Bars of all seconds, one per run, over the steps that both have.
+// Bars of all seconds, one per run, over the steps that both runs have.
 function comparison() {
   if (runs.length < 2 || isCompared) return null;
   const steps = Math.min(...runs.map((run) => run.phases.length));
@@ -219,7 +219,7 @@ function facts(head, rows) {
   return html("table", { class: "plain" }, ...(head.length ? [names] : []), body);
 }
 
-// Where the rollouts went, as one bar and a table.
+// Outcomes of the rollouts, as one bar and a table.
 function account() {
   const parts = Object.entries(ours.account);
   const all = parts.reduce((total, [, count]) => total + count, 0);

@@ -1,4 +1,4 @@
-// The forest of one prompt and the origin of one rollout's tokens, both selectable.
+// The forest of one prompt and the origins of one rollout's tokens, with selectors for both.
 
 const one = isRl ? "rollout" : "trajectory";
 const ORIGINS = {
@@ -181,7 +181,7 @@ function originCard() {
     const all = rollout.origins.length - counts.g;
     const shown = Object.entries(counts).filter(([letter, count]) => count || (isRl && letter !== "g"));
     keys.replaceChildren(...shown.map(([letter, count]) => html("span", { "data-origin": letter, "data-value": count }, html("span", { class: `key ${letter}` }, ORIGINS[letter][0]), letter === "g" ? format(count) : `${format(count)} (${all ? Math.round((100 * count) / all) : 0} %)`)));
-    // All rollouts begin with the prompt, so it is folded.
+    // All rollouts begin with the prompt, so fold it.
     const start = promptEnd(rollout);
     const spans = rollout.tokens.map((_, at) => tokenSpan(rollout, at));
     folded.firstChild.textContent = `Prompt: ${format(start)} tokens`;

@@ -1,4 +1,4 @@
-// Puts the page together.
+// Assembles the page.
 
 function part(title, elements) {
   const shown = elements.filter((element) => element !== null);
@@ -15,6 +15,6 @@ part("Trees", sharing().map(card));
 part("Time", phases().map(card));
 part("Workers", [isCompared ? null : timeline(), ...workers().map(card)]);
 part("Everything", [...(isRl && !isCompared ? [account()] : []), anyMetric(), ...aboutCards()]);
-// Of a run that trains: the command writes the page again meanwhile.
+// Reload while the run trains, because the command then rewrites the page.
 if (content.refresh_s) setTimeout(() => location.reload(), 1000 * content.refresh_s);
 document.documentElement.dataset.ready = "yes";
