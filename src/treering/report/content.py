@@ -375,8 +375,8 @@ def token_origins(
         A text per rollout, by prompt: `GIVEN` for prompts and observations, `LETTERS` for drafted and accepted tokens,
         `SAMPLED` for the rest.
 
-    Example: a rollout that repeats the one of the epoch before, after a prompt of two tokens, begins with "ggn" or "ggh"
-    and continues with "h", except for one "n" per forward pass.
+    Example: a rollout that repeats the one of the epoch before, after a prompt of two tokens, begins with "ggn" or
+    "ggh" and continues with "h", except for one "n" per forward pass.
     """
     wanted = set(prompts)
     chosen = [each for rollouts in epochs.values() for each in rollouts if each.task_id in wanted]

@@ -56,7 +56,7 @@ def _notes(notes: list[str]) -> str:
     if not notes:
         return ""
     lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f'<aside class="notes"><h2>What is missing here</h2><ul>{lines}</ul></aside>'
+    return f'<aside class="notes"><h2>Missing data</h2><ul>{lines}</ul></aside>'
 
 
 def _asset(name: str) -> str:

@@ -31,7 +31,7 @@ function episodeCard() {
   const { episodes } = content;
   if (!episodes?.length) return null;
   const element = html("section", { class: "card wide", id: "episode" }, html("h3", {}, `One episode of step ${episodes[0].step}: the tree of its calls`));
-  element.append(html("p", { class: "help" }, "From left to right, tokens: grey ones were read, coloured ones sampled, in one colour per agent. Each row is a branch; a new one begins where a context was rewritten, or asked again."));
+  element.append(html("p", { class: "help" }, "From left to right, tokens: grey ones were read, coloured ones sampled, in one colour per agent. Each row is a branch; a new one begins where a context was rewritten, or sampled again."));
   const names = episodes.map((episode, i) => html("option", { value: i }, `${oneLine(episode.id)}${episode.trial === null ? "" : `, run ${episode.trial + 1}`}: ${format(episode.rows.length)} branch${episode.rows.length > 1 ? "es" : ""}`));
   const select = html("select", { id: "episode-select" }, ...names);
   const line = html("span", { class: "status", id: "episode-line" });

@@ -19,14 +19,14 @@ const passNames = [...new Set(runs.flatMap((run) => run.names))].filter((name) =
 // Figures that only some runs have; with a single run, several names are lines of one chart.
 function optional() {
   const figures = [
-    { id: "eval-loss", title: "Held-out loss", help: "The mean negative log-probability of the trained tokens of tasks that are never trained; it rises where training overfits.", names: ["eval/loss"] },
-    { id: "eval-reward", title: "Held-out reward", help: "The mean reward of held-out prompts, the same ones each time.", names: ["eval/reward"] },
-    ...(passNames.length ? [{ id: "eval-pass", title: "Held-out pass@k", help: "The chance that one of k samples of a held-out prompt passes.", names: passNames, from: 0, to: 1 }] : []),
-    { id: "entropy", title: "Entropy", help: "Of the sampled distributions, in nats; near 0 the policy explores no more.", names: ["train/entropy"] },
+    { id: "eval-loss", title: "Held-out loss", help: "Mean negative log-probability of the trained tokens of held-out tasks; it rises when training overfits.", names: ["eval/loss"] },
+    { id: "eval-reward", title: "Held-out reward", help: "Mean reward of held-out prompts, the same ones each time.", names: ["eval/reward"] },
+    ...(passNames.length ? [{ id: "eval-pass", title: "Held-out pass@k", help: "Chance that one of k samples of a held-out prompt passes.", names: passNames, from: 0, to: 1 }] : []),
+    { id: "entropy", title: "Entropy", help: "Entropy of the sampled distributions, in nats; near 0 the policy no longer explores.", names: ["train/entropy"] },
     { id: "kl", title: "KL to the start", help: "Estimated at the sampled tokens, in nats per token; it grows as the policy leaves its start.", names: ["train/kl"] },
-    { id: "approx-kl", title: "KL to the sampler", help: "Between the policy that sampled a step and the one that it trained.", names: ["train/approx_kl"] },
-    { id: "clipped", title: "Clipped tokens", help: "The share of trained tokens whose gradient the clip cuts.", names: ["train/clip_low", "train/clip_high"], from: 0 },
-    { id: "reward-spread", title: "Spread of rewards", help: "The standard deviation over a step's rollouts; 0 teaches nothing.", names: ["reward/std"], from: 0 },
+    { id: "approx-kl", title: "KL to the sampler", help: "KL between the policy that sampled a step and the policy that the step trained.", names: ["train/approx_kl"] },
+    { id: "clipped", title: "Clipped tokens", help: "Share of trained tokens whose gradient is clipped.", names: ["train/clip_low", "train/clip_high"], from: 0 },
+    { id: "reward-spread", title: "Spread of rewards", help: "Standard deviation over a step's rollouts; at 0 there is nothing to learn.", names: ["reward/std"], from: 0 },
   ];
   return figures
     .map((figure) => ({ x: "step", ...figure, series: isCompared ? bySteps(figure.names.at(-1)) : figure.names.flatMap((name, i) => bySteps(name).map((each) => (figure.names.length > 1 ? lineOf(each, i, wordsOf(name)) : each))) }))
@@ -36,22 +36,22 @@ function optional() {
 function learning() {
   if (!isRl)
     return [
-      { id: "loss", title: "Loss", help: "The mean loss of each step's trained tokens; lower is better.", x: "step", series: bySteps("train/loss") },
-      { id: "speed", title: "Speed of training", help: "Tokens of all branches that a second trains; shared ones count once per branch.", x: "step", series: bySteps("time/tokens_per_s"), from: 0 },
-      { id: "grad-norm", title: "Gradient norm", help: "Before clipping; a spike is a step with unusual data or too high a rate.", x: "step", series: bySteps("train/grad_norm"), from: 0 },
+      { id: "loss", title: "Loss", help: "Mean loss of each step's trained tokens; lower is better.", x: "step", series: bySteps("train/loss") },
+      { id: "speed", title: "Speed of training", help: "Trained tokens of all branches per second; shared ones count once per branch.", x: "step", series: bySteps("time/tokens_per_s"), from: 0 },
+      { id: "grad-norm", title: "Gradient norm", help: "Norm before clipping; a spike means unusual data or too high a learning rate.", x: "step", series: bySteps("train/grad_norm"), from: 0 },
     ];
   return [
-    { id: "reward", title: "Reward", help: "The mean reward of each step's rollouts; a step has other prompts than the one before, so look at the trend.", x: "step", series: bySteps("reward/mean") },
+    { id: "reward", title: "Reward", help: "Mean reward of each step's rollouts; prompts differ from step to step, so look at the trend.", x: "step", series: bySteps("reward/mean") },
     { id: "length", title: "Length of rollouts", help: "Mean tokens of a rollout; growth means longer answers and longer steps.", x: "step", series: bySteps("rollout/length_mean"), from: 0 },
-    { id: "zero-variance", title: "Groups that teach nothing", help: "The share of groups whose rollouts all have one reward; these are not trained.", x: "step", series: bySteps("reward/zero_variance_share"), from: 0, to: 1 },
+    { id: "zero-variance", title: "Groups that teach nothing", help: "Share of groups whose rollouts have equal rewards; these are not trained.", x: "step", series: bySteps("reward/zero_variance_share"), from: 0, to: 1 },
   ];
 }
 
 function drafting() {
   if (!isRl) return [];
   return [
-    { id: "tokens-per-forward", title: "Tokens per forward pass", help: "Tokens that a rollout gains in one pass of the model: 1 without drafts, more where drafts are accepted.", x: "epoch", series: byEpochs("tokens_per_forward", "tokens per forward"), from: 1 },
-    { id: "acceptance", title: "Accepted drafts", help: "The share of drafted tokens that the model would have sampled itself; it rises as history fills.", x: "epoch", series: byEpochs("acceptance", "acceptance"), from: 0, to: 1 },
+    { id: "tokens-per-forward", title: "Tokens per forward pass", help: "Tokens that a rollout gains per forward pass: 1 without drafts, more when drafts are accepted.", x: "epoch", series: byEpochs("tokens_per_forward", "tokens per forward"), from: 1 },
+    { id: "acceptance", title: "Accepted drafts", help: "Share of drafted tokens that the model would have sampled itself; it rises as history fills.", x: "epoch", series: byEpochs("acceptance", "acceptance"), from: 0, to: 1 },
     { id: "sampling-speed", title: "Speed of sampling", help: "Sampled tokens per second while rollouts run.", x: "step", series: bySteps("time/sampled_per_s"), from: 0 },
   ];
 }
@@ -62,8 +62,8 @@ function sharing() {
   const points = (name) => content.bounds.map((row) => [row.epoch, row[name]]);
   const tokens = ours.epochs.filter((row) => row.token_bound !== null).map((row) => [row.epoch, row.token_bound]);
   return [
-    { id: "sharing", title: "Sharing", help: "The share of trained tokens that another branch of the tree has already computed; 0 means no tree can help.", x: "step", series, from: 0, to: 1 },
-    { id: "bounds", title: "Best possible speedup of training", help: `How many times less there is to compute as trees: in tokens, as trained${isRl ? "; and in FLOPs with attention, from the rollouts that the page has read" : ""}.`, x: "epoch", series: [{ name: "by tokens", points: tokens }, { name: "by FLOPs", points: points("flop_bound") }], from: 1 },
+    { id: "sharing", title: "Sharing", help: "Share of trained tokens that another branch of the tree has already computed; at 0 trees cannot help.", x: "step", series, from: 0, to: 1 },
+    { id: "bounds", title: "Best possible speedup of training", help: `Ratio of the work of flat sequences to that of trees: in tokens, as trained${isRl ? "; and in FLOPs with attention, from the rollouts that the page has read" : ""}.`, x: "epoch", series: [{ name: "by tokens", points: tokens }, { name: "by FLOPs", points: points("flop_bound") }], from: 1 },
   ].slice(0, isCompared ? 1 : 2);
 }
 
@@ -85,15 +85,15 @@ function phases() {
     });
     const name = runs.length > 1 ? `: ${run.name}` : "";
     const overlap = run.has_workers ? " Phases of several processes overlap, so a bar may be longer than its step." : "";
-    return { id: `phases-${run.name}`, title: `Seconds of each step${name}`, help: `What a step spends its time on; the legend has the shares of the whole run.${overlap}`, x: "step", kind: "stack", series: series.filter((each) => each.points.some(([, y]) => y > 0)) };
+    return { id: `phases-${run.name}`, title: `Seconds of each step${name}`, help: `Time of each phase of a step; the legend has the shares of the whole run.${overlap}`, x: "step", kind: "stack", series: series.filter((each) => each.points.some(([, y]) => y > 0)) };
   });
 }
 
 function workers() {
   if (!runs.some((run) => run.has_workers)) return [];
   return [
-    { id: "bubble", title: "Idle time of the workers", help: "The bubble: the share of the workers' time without a rollout to decode; 0 is best.", x: "step", series: bySteps("rollout/bubble"), from: 0, to: 1 },
-    { id: "staleness", title: "Staleness", help: "Steps between the weights that sampled a step and the weights that it trained; 0 is on-policy.", x: "step", series: bySteps("rollout/staleness"), from: 0 },
+    { id: "bubble", title: "Idle time of the workers", help: "Bubble: share of the workers' time without a rollout to decode; 0 is best.", x: "step", series: bySteps("rollout/bubble"), from: 0, to: 1 },
+    { id: "staleness", title: "Staleness", help: "Steps between the weights that sampled a step and the weights it trained; 0 is on-policy.", x: "step", series: bySteps("rollout/staleness"), from: 0 },
     { id: "trainer-wait", title: "Idle time of the trainer", help: "Seconds that the trainer waited for the rollouts of each step.", x: "step", series: bySteps("time/trainer_wait_s"), from: 0 },
   ];
 }
@@ -224,7 +224,7 @@ function account() {
   const parts = Object.entries(ours.account);
   const all = parts.reduce((total, [, count]) => total + count, 0);
   const element = html("section", { class: "card wide", id: "account" }, html("h3", {}, `Account of ${format(all)} rollouts`));
-  element.append(html("p", { class: "help" }, "Each sampled rollout is counted once: what is trained, and why others are not."));
+  element.append(html("p", { class: "help" }, "Each sampled rollout is counted once: as trained, or by the reason why it is not."));
   const colors = ["var(--c0)", "var(--c4)", "var(--c1)", "var(--c2)", "var(--c3)"];
   const plot = html("div", { class: "plot" });
   fitted(plot, (width) => {
@@ -254,7 +254,7 @@ function anyMetric() {
   const select = html("select", { id: "metric-select" }, ...names.map((name) => html("option", { value: name }, name)));
   const place = html("div", {});
   const show = () => {
-    const figure = card({ id: "metric", title: select.value, help: "As metrics.jsonl has it.", x: "step", series: bySteps(select.value) });
+    const figure = card({ id: "metric", title: select.value, help: "Values from metrics.jsonl.", x: "step", series: bySteps(select.value) });
     figure.className = "";
     place.replaceChildren(figure);
   };

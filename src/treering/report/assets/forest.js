@@ -2,7 +2,7 @@
 
 const one = isRl ? "rollout" : "trajectory";
 const ORIGINS = {
-  g: ["given", isRl ? "the prompt, or what the environment answered" : "masked: no token of the loss"],
+  g: ["given", isRl ? "the prompt, or an answer of the environment" : "masked: not a token of the loss"],
   n: isRl ? ["sampled", "the model sampled it itself, one per forward pass"] : ["trained", "a token of the loss"],
   h: ["history", "drafted from earlier rollouts of the prompt"],
   s: ["siblings", "drafted from the running rollouts of the group"],
@@ -131,7 +131,7 @@ function rolloutTable() {
     return { p, r, asked, answer, id: prompt.id, reward: prompt.forest.rewards[r], advantage: prompt.forest.advantages[r], size: rollout.tokens.length - start, text: `${prompt.id} ${asked} ${answer}`.toLowerCase() };
   }));
   const element = html("section", { class: "card wide", id: "table" }, html("h3", {}, `All ${format(rows.length)} ${isRl ? "rollouts" : "trajectories"} of this page`));
-  element.append(html("p", { class: "help" }, "A click on one shows it as text above."));
+  element.append(html("p", { class: "help" }, "Click a row to show it as text above."));
   const orders = Object.keys(ORDERS).slice(isRl ? 0 : 2);
   const order = html("select", { id: "order-select" }, ...orders.map((name) => html("option", {}, name)));
   const search = html("input", { id: "search", type: "search", placeholder: "Search in texts and prompts" });
@@ -159,11 +159,11 @@ function rolloutTable() {
 }
 
 function originCard() {
-  const element = html("section", { class: "card wide", id: "origins" }, html("h3", {}, isRl ? "One rollout: where its tokens came from" : "One trajectory: what is trained of it"));
+  const element = html("section", { class: "card wide", id: "origins" }, html("h3", {}, isRl ? "One rollout: where its tokens came from" : "One trajectory: its trained tokens"));
   const how = content.replayed
-    ? "The run does not record this: the page replayed its drafter over the stored rollouts of the prompts drawn here, which may differ a little from what the run drafted."
+    ? "The run does not record this: the page replayed its drafter over the stored rollouts of the prompts drawn here, which may differ slightly from the run's own drafts."
     : "This run has no drafts, so the model sampled each token itself.";
-  element.append(html("p", { class: "help" }, isRl ? `Coloured tokens were drafted and accepted, so they cost no forward pass of their own. ${how}` : "Grey tokens are read, framed ones are trained."));
+  element.append(html("p", { class: "help" }, isRl ? `Coloured tokens were drafted and accepted, so they cost no extra forward pass. ${how}` : "Grey tokens are read, framed ones are trained."));
   if (!content.prompts.length) return element;
   const select = html("select", { id: "rollout-select" });
   const keys = html("div", { class: "legend", id: "origin-counts" });
