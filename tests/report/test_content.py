@@ -76,7 +76,7 @@ def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
     assert found["status"] == "0 of 8 steps"
     assert any(note.startswith("metrics.jsonl is missing") for note in found["notes"])
     assert any(note.startswith("There are no rollouts") for note in found["notes"])
-    assert "What is missing here" in as_html(found)
+    assert "Missing data" in as_html(found)
 
 
 def test_damaged_settings_and_rollouts_are_notes(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_training_has_its_own_number_of_threads() -> None:
 def test_an_invalid_loop_is_refused_before_the_first_step() -> None:
     with pytest.raises(InputError, match="at least one prompt, and the task has none"):
         scripted_loop(task=TinyTask(0))
-    with pytest.raises(InputError, match="'a' names a second one"):
+    with pytest.raises(InputError, match="'a' repeats one"):
         scripted_loop(task=TinyTask(3, names=("a", "b", "a")))
 
 

@@ -1,4 +1,4 @@
-"""Rollouts of prompts with their rewards, as groups; what a step samples is put together from such parts."""
+"""Rollouts of prompts with their rewards, as groups, and the assembly of a step from parts."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,27 +22,26 @@ _MESSAGE_LENGTH = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardResult:
-    """The result of a finished rollout.
+    """Result of a finished rollout.
 
-    Example: a reward that raises ValueError("no number") leaves a rollout without one, and `error` says so.
+    Example: a reward that raises ValueError("no number") leaves its rollout without a reward; `error` has the message.
     """
 
     rollout: Rollout
-    """With its reward."""
+    """The rollout with its reward."""
     error: str | None = None
     """Why there is no reward, if the task raised."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that the task gave beside the reward, by name."""
+    """Numbers that the task returned with the reward, by name."""
     awaits_group: bool = False
-    """Whether its reward is that of its group: `evaluate_group`."""
+    """Whether `evaluate_group` will give its reward."""
 
 
 def evaluate_rollout(task: Task, prompt: Prompt, rollout: Rollout) -> RewardResult:
-    """Gets the task's reward for a finished rollout.
+    """Get the task's reward for a finished rollout.
 
-    A task that rewards groups gives none here: the result awaits its group.
-
-    Whatever the task raises, also `SystemExit`, leaves the rollout without a reward; see `contained`.
+    For a task that rewards groups, the result awaits its group. Anything that the task raises, even `SystemExit`,
+    leaves the rollout without a reward; see `contained`.
 
     Raises:
         KeyboardInterrupt, Interrupted: the user or the system interrupts the run.
@@ -59,7 +58,7 @@ def evaluate_rollout(task: Task, prompt: Prompt, rollout: Rollout) -> RewardResu
 
 
 def evaluate_group(task: Task, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[RewardResult]:
-    """Gets the rewards of the finished rollouts of a group, for a task that rewards groups; errors as of one rollout.
+    """Get the rewards of a group's finished rollouts, for a task that rewards groups; errors are as for one rollout.
 
     Example: rewards [1.0, None] give one rollout the reward 1.0 and the other none, without an error.
     """
@@ -68,8 +67,8 @@ def evaluate_group(task: Task, prompt: Prompt, rollouts: Sequence[Rollout]) -> l
             values = list(task.reward_group(prompt, rollouts))
         if len(values) != len(rollouts):
             raise InputError(
-                f"a group's rewards are one for each of its {len(rollouts)} rollouts, got {len(values)}; return None "
-                "for one to leave out"
+                f"a group's rewards must be one for each of its {len(rollouts)} rollouts, got {len(values)}; return "
+                "None to skip one"
             )
     except Exception as error:
         return [without_reward(rollout, error) for rollout in rollouts]
@@ -77,7 +76,7 @@ def evaluate_group(task: Task, prompt: Prompt, rollouts: Sequence[Rollout]) -> l
 
 
 def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
-    """The result of a rollout that has no reward because of an error.
+    """Return the result of a rollout that has no reward because of an error.
 
     Example: a message of 500 characters is cut to 300, ending with "...".
     """
@@ -87,7 +86,7 @@ def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
 
 
 def whose(key: RolloutKey) -> str:
-    """How the error of a rollout begins.
+    """Return the beginning of a rollout's error.
 
     Example: "prompt 'q', sample 0: ".
     """
@@ -110,69 +109,69 @@ def _in_group(rollout: Rollout, value: object) -> RewardResult:
 
 
 Order = Literal["by_prompt", "by_sample"]
-"""The order in which a step's rollouts start. by_prompt: group after group, so that few prompts are in memory at a
-time. by_sample: the first of every group, then the second, so that finished rollouts can draft for waiting ones."""
+"""Order in which a step's rollouts start. by_prompt: group after group, so that few prompts are in memory at a time.
+by_sample: the first of every group, then the second, so that finished rollouts can draft for waiting ones."""
 
 NUM_MESSAGES = 5
 """Number of reward error messages kept."""
 
 
 RunWeights = Literal["runs", "branches"]
-"""What counts as one in means over sequences. runs: a run, however many branches it has. branches: each branch."""
+"""Unit that counts as one in means over sequences. runs: a run, with all its branches. branches: each branch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Runs:
-    """Which rollouts of a group are branches of one run, and what the run's calls were worth.
+    """Assignment of a group's rollouts to runs, and the rewards of the runs' calls.
 
-    Example: two runs of which the first has two branches: `of` is (0, 0, 1).
+    Example: for two runs, the first with two branches, `of` is (0, 0, 1).
     """
 
     of: tuple[int, ...]
-    """Of each rollout, the number of its run, ascending from 0 without gaps."""
+    """Index of each rollout's run, ascending from 0 without gaps."""
     turns: tuple[NDArray[np.int32], ...]
-    """Of each rollout, int32 [R]: which of the run's calls sampled each token that it trains, from 0; else -1."""
+    """Per rollout int32 [R]: index of the run's call that sampled each token it trains, from 0; -1 for other tokens."""
     turn_rewards: tuple[tuple[float, ...], ...]
-    """Of each run, the rewards of its calls beside its own reward; () if none has one."""
+    """Per run, the rewards of its calls, added to its own reward; () if no call has one."""
     weights: RunWeights = "runs"
-    """See `RunWeights`."""
+    """Unit that counts as one sequence in means."""
     agent: str = ""
-    """Whose calls they are."""
+    """Agent that made the calls."""
     episodes: tuple[tuple[Turn, ...], ...] = ()
-    """Of each run, what all its agents sampled and the waiting between; () where another agent's group has it."""
+    """Per run, the turns and waits of all its agents; () if another agent's group has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The rollouts of one prompt in one step, which are compared with each other.
+    """Rollouts of one prompt in one step, which are compared with each other.
 
-    The runs of an environment are compared instead, each of which has one rollout or several: its branches.
+    For an environment its runs are compared, each with one or several rollouts: its branches.
     """
 
     prompt: Prompt
-    """What they continue; that of an environment's task has no tokens."""
+    """Prompt of the rollouts; an environment's task has no tokens."""
     rollouts: tuple[Rollout, ...]
-    """Those with a reward, in sample order; may be empty."""
+    """Rollouts with a reward, in sample order; may be empty."""
     runs: Runs | None = None
-    """Of an environment; None where each rollout is a run of its own."""
+    """Runs of an environment; None if each rollout is its own run."""
 
     def __post_init__(self) -> None:
         for rollout in self.rollouts:
             if rollout.reward is None or rollout.prompt_id != self.prompt.prompt_id:
                 raise InputError(
-                    f"a group holds rollouts of its prompt {self.prompt.name} with rewards, got one of "
-                    f"{rollout.prompt_id!r} with reward {rollout.reward}; leave it out"
+                    f"a group must hold rollouts of its prompt {self.prompt.name} with rewards, got one of "
+                    f"{rollout.prompt_id!r} with reward {rollout.reward}; drop it"
                 )
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """float64 [G], in the order of the rollouts; one per run for an environment."""
+        """float64 [G], in the order of the rollouts; for an environment one per run."""
         of_rollouts = np.array([rollout.reward for rollout in self.rollouts], np.float64)
         return of_rollouts if self.runs is None else of_rollouts[np.unique(self.runs.of, return_index=True)[1]]
 
     @property
     def returns(self) -> NDArray[np.float64]:
-        """float64 [G], what each has earned in all: for an environment a run's reward and those of its calls."""
+        """float64 [G], total rewards: for an environment a run's reward plus those of its calls."""
         if self.runs is None:
             return self.rewards
         return self.rewards + np.array([sum(values) for values in self.runs.turn_rewards], np.float64)
@@ -180,31 +179,31 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCounts:
-    """What became of the rollouts of a step that are in no group, and how long all of them were."""
+    """Counts of a step's rollouts that are in no group, and of long ones."""
 
     num_reward_errors: int
-    """Rollouts left out because the task raised or returned no finite number, and episodes that failed."""
+    """Rollouts dropped because the task raised or returned no finite number, and failed episodes."""
     num_unscored: int
-    """Rollouts left out because no reward scored them."""
+    """Rollouts dropped because no reward scored them."""
     num_empty: int
-    """Rollouts left out because they have no tokens."""
+    """Rollouts dropped because they have no tokens."""
     num_overlong: int
     """Rollouts that reached their maximum length."""
     num_turns: int
-    """Rollouts, or the calls of an environment's."""
+    """Number of rollouts, or for an environment of calls."""
     reward_errors: tuple[str, ...] = ()
     """The first few messages, in order of prompts and samples."""
 
     def counts(self) -> dict[str, Any]:
-        """These counts by name, for another record with them."""
+        """Return these counts by name, for another record that has them."""
         return {name: getattr(self, name) for name in RolloutCounts.__slots__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collected(RolloutCounts):
-    """The groups of a step, with counts.
+    """Groups of a step, with counts.
 
-    Example: 2 prompts in groups of 4, of which one reward raised, give groups of 4 and 3 and `num_reward_errors` 1.
+    Example: 2 prompts in groups of 4 with one failed reward give groups of 4 and 3 and `num_reward_errors` 1.
     """
 
     groups: tuple[Group, ...]
@@ -212,11 +211,11 @@ class Collected(RolloutCounts):
     error_counts: Mapping[str, int]
     """How often each error occurred, without its prompt and sample."""
     numbers: Mapping[str, Sequence[float]]
-    """Those that the task gave beside its rewards, by name; in order of prompts and samples, if only some had one."""
+    """Numbers that the task returned with rewards, by name; in order of prompts and samples, without missing ones."""
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts in groups; runs of an environment."""
+        """Rollouts in groups, or runs of an environment."""
         return sum(group.rewards.size for group in self.groups)
 
 
@@ -233,29 +232,28 @@ def collect(
     on_finished: Callable[[Rollout], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Collected:
-    """Samples a group for each prompt and rewards finished rollouts.
+    """Sample a group for each prompt and reward finished rollouts.
 
-    If the task raises, or its reward is not a finite number, the rollout is left out and counted.
+    If the task raises, or its reward is not a finite number, the rollout is dropped and counted.
 
     Args:
         engine: idle before and after, also after an error.
-        task: rewards.
-        prompts: distinct ones of the task.
+        task: gives the rewards.
+        prompts: distinct prompts of the task.
         draws: how often each prompt has been scheduled before; 0 if it is not listed.
         group_size: rollouts per prompt, samples 0 to group_size - 1.
-        sampling: of all; the task's stop tokens belong in it.
+        sampling: sampling of all rollouts, including the task's stop tokens.
         order: see `Order`; changes speed, never a rollout.
-        rehearsed: see `Request.rehearsed`, by key; changes speed, never a rollout.
-        on_finished: called with each finished rollout; its reward is set unless it is left out, or its group's.
-        on_progress: called with the number of rollouts that have finished since, also before each step of the engine.
+        rehearsed: `Request.rehearsed` by key; changes speed, never a rollout.
+        on_finished: called with each finished rollout; its reward is set unless it was dropped or awaits its group.
+        on_progress: called with the number of newly finished rollouts, also before each step of the engine.
 
     Raises:
         ConfigError: a group_size below 1.
         InputError: a duplicate prompt, or requests that the engine refuses.
         StateError: the engine has unfinished requests.
 
-    Example: with group_size=2, prompts a and b give the groups (a0, a1) and (b0, b1), in whatever order
-    they finish.
+    Example: with group_size=2, prompts a and b give the groups (a0, a1) and (b0, b1), in any order of finishing.
     """
     if engine.num_unfinished > 0:
         raise StateError(
@@ -286,7 +284,7 @@ def collect(
 
 
 def join(prompts: Sequence[Prompt], parts: Sequence[Collected]) -> Collected:
-    """What several engines collected, each for some of the prompts, as one that has collected for all.
+    """Join the collections of several engines, each for some of the prompts, into one for all.
 
     Example: the groups of prompts (a, c) and (b,) are those of (a, b, c).
     """
@@ -297,7 +295,7 @@ def join(prompts: Sequence[Prompt], parts: Sequence[Collected]) -> Collected:
 
 
 def added(parts: Sequence[Collected], groups: tuple[Group, ...]) -> Collected:
-    """Some groups, with the counts of all parts."""
+    """Return a collection of some groups, with the counts of all parts."""
     return Collected(
         groups=groups,
         num_reward_errors=sum(part.num_reward_errors for part in parts),
@@ -315,7 +313,7 @@ def added(parts: Sequence[Collected], groups: tuple[Group, ...]) -> Collected:
 
 
 class Collection:
-    """Collects the rollouts of a step, from any engine and in any order.
+    """Collect the rollouts of a step, from any engine and in any order.
 
     Example: with 2 prompts in groups of 4 it has 8 requests, and `num_open` falls from 8 to 0 as `take` gets results.
     """
@@ -328,7 +326,7 @@ class Collection:
         group_size: int,
         sampling: Sampling,
     ) -> None:
-        """See `collect` for the arguments."""
+        """Prepare the collection; the arguments are those of `collect`."""
         if group_size < 1:
             raise ConfigError(f"group_size is at least 1, got {group_size}; raise it")
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
@@ -345,7 +343,9 @@ class Collection:
         self._num_overlong = 0
         if len(self._prompts) < len(prompts):
             twice, _ = Counter(prompt.prompt_id for prompt in prompts).most_common(1)[0]
-            raise InputError(f"the prompts of a step have distinct ids, got {twice!r} twice; drop one, or rename it")
+            raise InputError(
+                f"the prompts of a step must have distinct ids, got {twice!r} twice; drop one, or rename it"
+            )
 
     @property
     def group_size(self) -> int:
@@ -354,7 +354,7 @@ class Collection:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a rollout, at most."""
+        """Most tokens of a rollout."""
         return self._sampling.max_tokens
 
     @property
@@ -363,18 +363,18 @@ class Collection:
         return len(self._prompts) * self._group_size - self._finished.total()
 
     def requests(self, order: Order = "by_prompt") -> list[Request]:
-        """Every rollout, in that order."""
+        """Return every rollout's request, in the given order."""
         pairs = [(prompt_id, sample) for prompt_id in self._prompts for sample in range(self._group_size)]
         if order == "by_sample":
             pairs.sort(key=lambda pair: pair[1])
         return [self._request((prompt_id, self._draws.get(prompt_id, 0), sample)) for prompt_id, sample in pairs]
 
     def prompt_of(self, rollout: Rollout) -> Prompt:
-        """The prompt of a rollout."""
+        """Return the prompt of a rollout."""
         return self._prompts[rollout.prompt_id]
 
     def take(self, result: RewardResult) -> None:
-        """Takes the result of a rollout."""
+        """Take the result of a rollout."""
         rollout = result.rollout
         if result.awaits_group:
             self._waiting[rollout.prompt_id].append(rollout)
@@ -391,9 +391,9 @@ class Collection:
             self._num_unscored += rollout.num_tokens > 0
 
     def full_group(self, prompt_id: PromptId) -> tuple[Rollout, ...]:
-        """The rollouts of a prompt that await their group, once the last of the group is sampled; else none.
+        """Return a prompt's rollouts that await their group once all of the group are sampled, before that ().
 
-        Gives them once; `take` then gets their results.
+        The rollouts are returned once; `take` then gets their results.
         """
         waiting = self._waiting[prompt_id]
         if len(waiting) + self._finished[prompt_id] < self._group_size:
@@ -402,7 +402,7 @@ class Collection:
         return tuple(sorted(waiting, key=lambda rollout: rollout.sample))
 
     def result(self) -> Collected:
-        """The groups, in order of prompts and samples."""
+        """Return the groups, in order of prompts and samples."""
         errors = {key: self._errors[key] for key in self._in_order(self._errors)}
         kept: dict[PromptId, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
         for key in self._in_order(self._kept):
@@ -420,7 +420,7 @@ class Collection:
         )
 
     def _located(self, key: RolloutKey, error: str) -> str:
-        """An error with the place of its prompt, whose id may be a hash."""
+        """Add the place of the prompt to an error, because the prompt's id may be a hash."""
         return error.replace(f"prompt {key[0]!r}, ", f"prompt {self._prompts[key[0]].name}, ", 1)
 
     def _numbers_by_name(self) -> Mapping[str, Sequence[float]]:

@@ -1,4 +1,4 @@
-"""What a loop rehearses of its next batch, and what new weights have kept of it; see `treering.engine.rehearsals`."""
+"""Rehearsed rollouts of a loop's next batch, and how much of them is kept; see `treering.engine.rehearsals`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,37 +18,37 @@ Rehearse = Literal["auto", "on", "off"]
 _FEW = 8
 """Rollouts that "auto" rehearses to learn how often a token changes."""
 _ENOUGH = 128
-"""Tokens drawn again after which it knows."""
+"""Verified tokens after which the rate of changes counts as known."""
 _REST = 16
-"""Batches without rehearsals where these do not pay, before a few are tried again."""
+"""Batches without rehearsals after they did not pay, before a few are tried again."""
 _KEPT_COUNTS = 0.8
-"""Share of the counts that a further batch leaves: the chance of a change moves with the learning rate."""
+"""Factor of old counts per batch, because the rate of changes moves with the learning rate."""
 
 
 def kept_share(change: float, length: float) -> float:
-    """The share of a rollout's tokens before the first that changes, if each does with this chance.
+    """Return the share of a rollout's tokens before the first change, if each token changes with this chance.
 
-    Example: 0.95, 0.63 and 0.25 where chance times length is 0.1, 1 and 4, and 1.0 where nothing changes.
+    Example: if chance times length is 0.1, 1 and 4, the share is 0.95, 0.63 and 0.25; without changes it is 1.0.
     """
     expected = change * length
     return 1.0 if expected <= 0 else (1.0 - (1.0 - min(change, 1.0)) ** length) / expected
 
 
 class Rehearsal:
-    """Chooses what an engine rehearses while a batch is sampled, and holds its tokens until their batch.
+    """Chooses the rollouts that an engine rehearses during a batch, and keeps their tokens for their own batch.
 
-    "auto" rehearses where the kept share of a rollout is above `Engine.row_price`, what sampling a token early and
-    drawing it again cost. It counts tokens and reads no clock, so that a resumed run decides alike.
+    "auto" rehearses if the kept share of a rollout is above `Engine.row_price`, the cost of sampling a token early and
+    verifying it. It counts tokens and reads no clock, so that a resumed run decides the same.
 
-    Example: with tokens of 100 that change with a chance of 0.04, 0.25 of a rollout is kept: too little where the
-    price is 0.4.
+    Example: if each of 100 tokens changes with a chance of 0.04, 0.25 of the rollout is kept: too little at a price of
+    0.4.
     """
 
     def __init__(self, mode: Rehearse) -> None:
-        """`mode`: "on" rehearses whatever fits, "off" nothing."""
+        """`mode`: "on" rehearses everything that fits, "off" nothing."""
         self._mode = mode
         self.tokens: Mapping[RolloutKey, TokenIds] = {}
-        """What was rehearsed of the next batch."""
+        """Rehearsed tokens of the next batch."""
         self._num_kept = self._num_changed = self._length = 0.0
         self._num_rests = 0
 
@@ -58,19 +58,19 @@ class Rehearsal:
         return self._mode != "off"
 
     def begin(self, engine: Engine, requests: Sequence[Request]) -> None:
-        """Lets an engine rehearse those of the next batch that pay, in order."""
+        """Let an engine rehearse the requests of the next batch that pay, in order."""
         chosen = self._chosen(engine, requests)
         if chosen:
             engine.rehearse(chosen)
 
     def end(self, engine: Engine) -> None:
-        """Takes what was rehearsed; of "auto" the beginning that is likely enough to stay."""
+        """Take the rehearsed tokens; with "auto" only the beginning that is likely enough to be kept."""
         taken = engine.take_rehearsals()
         most = self._most_tokens(engine.row_price / 2)
         self.tokens = {key: tokens[:most] for key, tokens in taken.items() if tokens.size > 0}
 
     def note(self, stats: EngineStats, lengths: Sequence[int], group: "RankGroup") -> None:
-        """Learns from a batch: what was kept of its rehearsals, and how long its rollouts were; shared by all ranks."""
+        """Learn from a batch, with all ranks: how much of its rehearsals was kept, and how long its rollouts were."""
         parts = group.gather((self.tokens, stats)) if group.size > 1 else [(self.tokens, stats)]
         self.tokens = {key: tokens for own, _ in parts for key, tokens in own.items()}
         self._num_kept = _KEPT_COUNTS * self._num_kept + sum(own.num_kept for _, own in parts)
@@ -78,21 +78,21 @@ class Rehearsal:
         self._length = sum(lengths) / len(lengths) if lengths else self._length
 
     def rest_of(self, rollout: Rollout) -> TokenIds:
-        """What was rehearsed of a finished rollout after the first token that changed; it may be a draft of others."""
+        """Return a finished rollout's rehearsed tokens after the first change; other rollouts may draft from them."""
         tokens = self.tokens.get(rollout.key, rollout.tokens[:0])
         size = min(tokens.size, rollout.num_tokens)
         changed = (tokens[:size] != rollout.tokens[:size]).nonzero()[0]
         return tokens[changed[0] + 1 :] if changed.size else tokens[:0]
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; a loop that loses it decodes what was rehearsed, which gives the same tokens."""
+        """Return the checkpoint state; a loop that loses it samples the tokens again, with the same result."""
         return {
             "tokens": [[*key, tokens.tolist()] for key, tokens in self.tokens.items()],
             "counts": [self._num_kept, self._num_changed, self._length, self._num_rests],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state`."""
+        """Restore a `state`."""
         self.tokens = {tuple(key): np.array(tokens, np.int32) for *key, tokens in state["tokens"]}
         self._num_kept, self._num_changed, self._length, self._num_rests = state["counts"]
 
@@ -114,14 +114,14 @@ class Rehearsal:
         return self._num_changed / max(self._num_kept + self._num_changed, 1.0)
 
     def _most_tokens(self, price: float) -> int | None:
-        """How many tokens to draw again: until one is less likely to be reached than its price."""
+        """Return the number of tokens to verify: up to the first that is less likely to be reached than its price."""
         if self._mode == "on" or not 0 < self._change < 1 or price <= 0:
             return None
         return max(1, math.ceil(math.log(price) / math.log1p(-self._change)))
 
 
 def with_rehearsed(requests: Sequence[Request], tokens: Mapping[RolloutKey, TokenIds]) -> list[Request]:
-    """The requests with what was rehearsed of each.
+    """Return the requests with the rehearsed tokens of each.
 
     Example: with {("q", 1, 0): [7, 8]} that request has `rehearsed` [7, 8], and the others have none.
     """

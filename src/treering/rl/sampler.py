@@ -1,4 +1,4 @@
-"""What a step samples, and what is checked before and after: prompts, contexts, rewards that fail step after step."""
+"""Sampling of a step, and checks before and after it: prompts, contexts, rewards that fail step after step."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,7 +23,7 @@ from treering.types import PromptId
 
 
 def with_stops(sampling: Sampling, task: Task) -> Sampling:
-    """Adds the task's stop tokens and strings to the sampling parameters.
+    """Add the task's stop tokens and strings to the sampling parameters.
 
     Example: a sampling without stops and a task with stop token 0 give `stop_tokens` (0,).
     """
@@ -34,10 +34,10 @@ def with_stops(sampling: Sampling, task: Task) -> Sampling:
 
 
 def check_contexts(task: Task, max_tokens: int, model: nn.Module) -> None:
-    """Refuses, before anything is sampled, a prompt that an engine would refuse in its step.
+    """Refuse a prompt that an engine would refuse later, before anything is sampled.
 
     Raises:
-        InputError: a rollout of `max_tokens` tokens could go beyond the positions that the model reads.
+        InputError: a rollout of `max_tokens` tokens could exceed the model's positions.
 
     Example: with 32 positions, a prompt of 20 tokens and max_tokens=16 are refused.
     """
@@ -50,10 +50,10 @@ def check_contexts(task: Task, max_tokens: int, model: nn.Module) -> None:
 
 
 def check_prompts(task: Task) -> None:
-    """Refuses a task without prompts or with duplicate prompt ids.
+    """Refuse a task without prompts or with duplicate prompt ids.
 
     Raises:
-        InputError: no prompt, or two prompts of one id.
+        InputError: no prompt, or two prompts with the same id.
 
     Example: prompts "a" and "b" are fine; "a" and "a" are refused.
     """
@@ -62,33 +62,33 @@ def check_prompts(task: Task) -> None:
     seen: set[PromptId] = set()
     for prompt in task.prompts:
         if prompt.prompt_id in seen:
-            raise InputError(f"a prompt id names one prompt, and {prompt.name} names a second one; rename or drop one")
+            raise InputError(f"prompt ids must be distinct, and {prompt.name} repeats one; rename or drop one")
         seen.add(prompt.prompt_id)
 
 
 MAX_FAILED_STEPS = 3
-"""Steps in a row without any reward that end a run; before its first reward it is one."""
+"""Consecutive steps without any reward that end a run; before its first reward one is enough."""
 
 
 class FailedSteps:
-    """Counts the steps in a row in which every reward failed.
+    """Counter of consecutive steps in which every reward failed.
 
-    A run has its first reward in step 1, so a resumed one has had it.
+    A run gets its first reward in step 1, so a resumed one already has it.
 
-    Example: with steps of 8 rollouts, 7, 8, 8, 7, 8, 8 and 8 failures end the run at the seventh step; 8 end it at the
-    first.
+    Example: with steps of 8 rollouts, 7, 8, 8, 7, 8, 8 and 8 failures end the run at the seventh step; 8 failures in
+    step 1 end it there.
     """
 
     def __init__(self, reward_name: str) -> None:
-        """`reward_name`: see `Task.reward_name`."""
+        """`reward_name` names the reward function in errors."""
         self._reward_name = reward_name
         self._count = 0
 
     def note(self, step: int, collected: Collected) -> None:
-        """Notes a sampled step; call it in order.
+        """Note a sampled step; call this in the order of steps.
 
         Raises:
-            StateError: every reward of the last `MAX_FAILED_STEPS` steps failed, or of step 1.
+            StateError: every reward of the last `MAX_FAILED_STEPS` steps or of step 1 failed.
         """
         has_failed = collected.num_rollouts == 0 and collected.num_reward_errors > 0
         self._count = self._count + 1 if has_failed else 0
@@ -106,7 +106,7 @@ class FailedSteps:
 class Sampler:
     """Samples the groups of a step, and remembers their rollouts.
 
-    Each rank samples every Nth prompt by itself; then all have the groups of all, and the same history.
+    Each rank samples every Nth prompt; then all ranks have all groups and the same history.
 
     Example:
         >>> sampler = Sampler(task, options, drafting=None, group=RankGroup())               # doctest: +SKIP
@@ -115,7 +115,7 @@ class Sampler:
     """
 
     def __init__(self, task: Task, options: RlOptions, drafting: Drafting | None, group: RankGroup) -> None:
-        """`drafting`: the history that gets every finished rollout; None keeps none."""
+        """Prepare sampling; `drafting` is the history that gets every finished rollout, or None."""
         self._task = task
         self._options = options
         self._sampling = with_stops(options.sampling, task)
@@ -133,14 +133,14 @@ class Sampler:
         following: Sequence[Prompt] = (),
         on_progress: OnProgress | None = None,
     ) -> Collected:
-        """The groups of the prompts; all ranks call it with the same prompts, each with its own engine.
+        """Sample the groups of the prompts; all ranks call this with the same prompts, each with its own engine.
 
         Args:
             engine: idle before and after.
-            prompts: of the step.
+            prompts: prompts of the step.
             draws: how often each prompt has been scheduled before.
-            following: of the next batch, which idle rows may rehearse.
-            on_progress: called with the rollouts that this rank has finished, and all of its.
+            following: prompts of the next batch, which idle rows may rehearse.
+            on_progress: called with the number of finished and of all rollouts of this rank.
 
         Raises:
             InputError: the engine refuses a prompt.
@@ -190,23 +190,23 @@ class Sampler:
         return joined
 
     def state(self) -> dict[str, Any]:
-        """What is expected of the next episodes, for a checkpoint."""
+        """Return the forecast of the next episodes, for a checkpoint."""
         return self._forecast.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state`."""
+        """Restore a `state`."""
         self._forecast.load_state(state)
 
     def _early_requests(
         self, prompts: Sequence[Prompt], following: Sequence[Prompt], draws: Mapping[PromptId, int]
     ) -> list[Request]:
-        """This rank's requests of the next batch, with the noise that they will have."""
+        """Return this rank's requests of the next batch, with the noise of their step."""
         after = {**draws, **{prompt.prompt_id: draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}}
         own = following[self._group.rank :: self._group.size]
         return Collection(own, after, group_size=self._options.group_size, sampling=self._sampling).requests()
 
     def _joined(self, prompts: Sequence[Prompt], own: Collected, finished: Sequence[Rollout]) -> Collected:
-        """The groups of all ranks; what the others finished is history here too, in their order."""
+        """Return the groups of all ranks; rollouts of other ranks enter the history here too, in their order."""
         if self._group.size == 1:
             return own
         parts = self._group.gather((own, finished))
@@ -221,7 +221,7 @@ class Sampler:
         return joined
 
     def _order(self, prompts: Sequence[Prompt]) -> Order:
-        """by_sample if a prompt has no history: its group's first rollouts become its history."""
+        """Return by_sample if a prompt has no history, because its group's first rollouts become its history."""
         if self._drafting is None or all(self._drafting.knows(prompt.prompt_id) for prompt in prompts):
             return "by_prompt"
         return "by_sample"
