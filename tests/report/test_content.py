@@ -119,7 +119,7 @@ def test_both_runs_of_a_demo_are_shown_with_ours_last(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds metrics\.jsonl or config\.json"):
+    with pytest.raises(InputError, match=r"with metrics\.jsonl or config\.json"):
         content_of(tmp_path)
     with pytest.raises(InputError, match="is not a folder"):
         content_of(tmp_path / "nothing")
