@@ -149,7 +149,7 @@ def test_a_command_that_needs_more_says_so_in_one_line(folder: Path, arguments: 
 def test_the_doctor_says_how_to_install_what_is_missing(tmp_path: Path) -> None:
     done = without_train(COMMAND, "doctor", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"since torch is missing: {command_for('train')}\n" in done.stdout
+    assert f"because torch is missing: {command_for('train')}\n" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["backward", "objectives.sft"])

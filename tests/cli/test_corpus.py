@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_overlong_sequences_are_named_dropped_or_cut_and_counted(folder: Path) -> None:
-    refused = r"a.jsonl:2: data.max_length = 5, and this sequence has 6 tokens; .*data.overlong = \"drop\" or \"cut\""
+    refused = r"a.jsonl:2: 6 tokens, above data.max_length = 5; .*data.overlong = \"drop\" or \"cut\""
     with pytest.raises(InputError, match=refused):
         read(folder, "data.max_length=5")
     dropped = read(folder, "data.max_length=5", 'data.overlong="drop"')

@@ -49,7 +49,7 @@ def damaged_files(folder: Path) -> list[str]:
 def test_a_finished_run_is_whole(folder: Path) -> None:
     found = check_run(folder)
     assert damaged_files(folder) == []
-    assert found["resume"] == "it goes on after step 4, from step-000004"
+    assert found["resume"] == "it resumes after step 4, from step-000004"
     assert found["checkpoints"] == ["step-000004", "step-000003"]
     words = {file["name"]: file["words"] for file in found["files"]}
     assert words["metrics.jsonl"] == "4 lines of steps 1 to 4"
@@ -82,7 +82,7 @@ def test_a_damaged_file_is_found(file: str, resume: str, folder: Path) -> None:
     path.write_bytes(bytes(content))
     expected = "/".join(Path(file).parts[:2]) if file.startswith("checkpoints") else file
     assert damaged_files(folder) == [expected]
-    assert f"goes on after {resume}" in check_run(folder)["resume"]
+    assert f"resumes after {resume}" in check_run(folder)["resume"]
 
 
 def test_without_a_whole_checkpoint_it_does_not_start(folder: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_run_without_checkpoints_begins_again(folder: Path) -> None:
     shutil.rmtree(folder / "checkpoints")
     assert (
         check_run(folder)["resume"]
-        == "it begins with step 1, since there is no checkpoint; steps 1 to 4 are trained again"
+        == "it begins with step 1, because there is no checkpoint; steps 1 to 4 are trained again"
     )
 
 
@@ -150,21 +150,21 @@ def test_a_model_that_takes_pictures_leaves_nothing_to_compare(folder: Path) -> 
     for checkpoint in checkpoints:
         (folder / "checkpoints" / checkpoint / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     found = measure_mismatch(folder, checkpoints)
-    words = "not measured: the trainer computes stored rollouts as text, and the checkpoint needs"
+    words = "not measured: the trainer computes stored rollouts as text, but the checkpoint needs"
     assert found["words"].startswith(words)
 
 
 def test_truncated_log_probs_are_not_compared(tmp_path: Path) -> None:
     folder = _train(tmp_path, "sampling.top_p=0.5", "rl.num_steps=2")
     found = measure_mismatch(folder, check_run(folder)["checkpoints"])
-    assert found["words"] == "not measured: rollouts hold log-probs after top_p, and a trainer computes them before"
+    assert found["words"] == "not measured: the log-probs of rollouts include top_p, but a trainer's do not"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"sampling": {"temperature": 1.0}}', '{"sampling": 1, "model": {}}'])
 def test_damaged_settings_leave_nothing_to_compare(content: str, folder: Path) -> None:
     (folder / "config.json").write_text(content)
     found = measure_mismatch(folder, check_run(folder)["checkpoints"])
-    assert found["words"].startswith("not measured: config.json does not say how rollouts were sampled")
+    assert found["words"].startswith("not measured: config.json lacks the sampling settings of the rollouts")
 
 
 def test_a_run_is_not_passed_over_where_torch_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

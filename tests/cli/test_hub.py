@@ -90,7 +90,7 @@ def test_what_stands_on_disk_is_never_asked_of_the_hub(tmp_path: Path, cache: Pa
     folder = save_model(tmp_path / ID)
     add_to_cache(cache, save_model(tmp_path / "other", seed=1), commit=FIRST)
     assert find_folder(ID, [tmp_path], setting="model.path") == folder
-    with pytest.raises(InputError, match=r"a revision is one of a hub id, and model.path = 'org/tiny' is a folder"):
+    with pytest.raises(InputError, match=r"model.path = 'org/tiny' is a folder, but only hub ids have revisions"):
         find_folder(ID, [tmp_path], setting="model.path", revision="main")
 
 
@@ -113,7 +113,7 @@ def test_what_the_cache_lacks_is_refused_with_both_ways_out(tmp_path: Path, cach
     with pytest.raises(InputError) as caught:
         find_folder(ID, [], setting="teacher.path", revision=revision)
     assert str(caught.value) == (
-        f"teacher.path = 'org/tiny' is no folder, and the cache {cache} has no whole model of that id{of} while "
+        f"teacher.path = 'org/tiny' is not a folder, and the cache {cache} has no complete model of that id{of} while "
         "HF_HUB_OFFLINE is set; run `hf download org/tiny` where there is a network, or name the folder of a model"
     )
 
@@ -123,14 +123,16 @@ def test_a_tokenizer_in_the_cache_is_no_model(tmp_path: Path, cache: Path) -> No
     (model / "model.safetensors").unlink()
     add_to_cache(cache, model, commit=FIRST)
     assert find_folder(ID, [], setting="data.tokenizer", wanted="tokenizer").name == FIRST
-    with pytest.raises(InputError, match=r"model\.path = 'org/tiny' has none in .*; run `hf download org/tiny` where"):
+    with pytest.raises(
+        InputError, match=r"model\.path = 'org/tiny' has no weights .* in .*; run `hf download org/tiny` where"
+    ):
         find_folder(ID, [], setting="model.path")
 
 
 def test_a_command_refuses_an_unknown_id_in_one_line(hub_commands: Commands, cache: Path) -> None:
     for name in ("sft", "train"):
         line = hub_commands.refused(name)
-        assert f"model.path = 'org/tiny' is no folder in ., and the cache {cache} has no" in line
+        assert f"model.path = 'org/tiny' is not a folder in ., and the cache {cache} has no" in line
         assert "run `hf download org/tiny`" in line
         assert not (hub_commands.folder / "out").exists()
 

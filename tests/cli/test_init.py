@@ -110,7 +110,7 @@ def test_nothing_is_overwritten_and_paths_hold_where_another_folder_is_named(fol
     (folder / "sft.toml").write_text("mine")
     code, _, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model")
     assert code == 2
-    assert "init overwrites nothing, and sft.toml exists" in err
+    assert "sft.toml exists, and init overwrites nothing" in err
     assert (folder / "sft.toml").read_text() == "mine"
     (folder / "conf").mkdir()
     code, out, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model", "--out", "conf/a.toml")

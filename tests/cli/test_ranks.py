@@ -61,7 +61,7 @@ def test_one_process_speaks(ask: Ask) -> None:
         (
             RuntimeError("[gloo/pair.cc:5] Connection closed by peer [::1]"),
             StateError,
-            "another one has ended.*resumes",
+            "another rank has ended.*resumes",
         ),
         (RuntimeError("shapes differ"), RuntimeError, "shapes differ"),
         (InputError("a connection is no number"), InputError, "no number"),

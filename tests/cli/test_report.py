@@ -136,5 +136,5 @@ def test_several_runs_are_one_page_in_the_current_folder(
     run(folders, out=None, open_page=False, rollouts=None, json_output=False)
     assert capsys.readouterr().out.strip() == "comparison.html"
     assert not (tmp_path / "a" / "report.html").exists()
-    with pytest.raises(ConfigError, match="those of one run, got 2"):
+    with pytest.raises(ConfigError, match="rollouts of one run, got 2"):
         run(folders, out=None, open_page=False, rollouts=tmp_path / "r.parquet", json_output=False)

@@ -80,7 +80,7 @@ def test_what_stands_where_a_folder_belongs_is_named_in_one_line(commands: Comma
     (commands.folder / "out").mkdir()
     (commands.folder / "out" / name).touch()
     for command in ("train", "sft"):
-        assert f"out/{name} belongs to a folder" in commands.refused(command)
+        assert f"out/{name} must be a folder" in commands.refused(command)
 
 
 def test_a_run_folder_that_is_a_file_is_named_in_one_line(commands: Commands) -> None:

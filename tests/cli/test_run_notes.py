@@ -36,10 +36,10 @@ def test_a_short_run_says_why_and_what_gives_more_steps():
 def test_a_complete_run_says_what_goes_on_with_it():
     whole = length(6, 2, epochs=2)
     assert whole.resume_note(Path("r"), 5) == "resuming the run in r after step 5"
-    done = "the run in r is complete after step 6; raise train.num_epochs (now 2) to go on"
+    done = "the run in r is complete after step 6; raise train.num_epochs (now 2) to continue"
     assert whole.resume_note(Path("r"), 6) == done
     assert "raise train.num_steps (now 4)" in length(6, 2, steps=4, epochs=9).resume_note(Path("r"), 4)
-    assert "go on in another run.dir" in length(6, 2, schedule="cosine").resume_note(Path("r"), 3)
+    assert "continue in another run.dir" in length(6, 2, schedule="cosine").resume_note(Path("r"), 3)
 
 
 @pytest.mark.parametrize(

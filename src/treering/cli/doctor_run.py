@@ -1,4 +1,4 @@
-"""What `treering doctor` finds in a run folder: damaged files, the next start, and the train-inference mismatch."""
+"""Check a run folder for `treering doctor`: damaged files, the next start, and the train-inference mismatch."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,26 +26,26 @@ from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_
 from treering.tree.forest import Forest
 
 MAX_ROLLOUTS = 256
-"""Rollouts that the mismatch is measured on."""
+"""Rollouts over which the mismatch is measured."""
 
 _NEUTRAL = {"top_k": (None, 0), "top_p": (1.0,), "min_p": (0.0,), "repetition_penalty": (1.0,)}
-"""Sampling parameters with the values that change no probability."""
+"""Sampling parameters and the values that change no probability."""
 
 
 def check_run(folder: Path) -> dict[str, Any]:
-    """Check every file of a run folder, and find what the next start of the run would do; changes nothing.
+    """Check every file of a run folder, and find what the next start of the run would do; change nothing.
 
     Returns:
-        `files`, each with its name, `damage` (None if it is whole) and what it holds; `resume`, what the next start
-        does; `checkpoints`, names of the whole ones, newest first.
+        `files`, each with its name, `damage` (None if whole) and contents; `resume`, what the next start does;
+        `checkpoints`, names of the whole ones, newest first.
 
     Raises:
-        InputError: the folder is not that of a run.
+        InputError: the folder is not a run's.
 
-    Example: a run of 20 steps with checkpoints at 10 and 20, of which the second is cut short, resumes after step 10.
+    Example: a run of 20 steps with checkpoints at 10 and 20, the second one cut short, resumes after step 10.
     """
     if not (folder / RUN_FILE).exists() and not (folder / CHECKPOINTS_FOLDER).exists():
-        raise InputError(f"a run folder holds {RUN_FILE} or {CHECKPOINTS_FOLDER}/, and {folder} has neither; name one")
+        raise InputError(f"{folder} has neither {RUN_FILE} nor {CHECKPOINTS_FOLDER}/; name a run folder")
     saved = sorted((folder / CHECKPOINTS_FOLDER).glob("step-*"), reverse=True)
     checkpoints = [path for path in saved if CHECKPOINT_NAME.fullmatch(path.name)]
     checks = [(folder / name, _settings) for name in (RUN_FILE, CONFIG_FILE)]
@@ -82,7 +82,7 @@ def _checkpoint(folder: Path, path: Path) -> str:
     facts = read_facts(path)
     if (folder / RUN_FILE).exists():
         check_identity(facts["identity"], read_object(folder / RUN_FILE), where=path)
-    return f"step {facts['step']}, checksums right"
+    return f"step {facts['step']}, checksums match"
 
 
 def _history(file: Path) -> str:
@@ -90,13 +90,13 @@ def _history(file: Path) -> str:
         warnings.simplefilter("always")
         prompts = read_saved(file)
     if caught:
-        raise ValueError(f"{caught[0].message}; it costs speed alone")
+        raise ValueError(f"{caught[0].message}; this costs only speed")
     return plural(len(prompts), "prompt")
 
 
 def _log(file: Path) -> str:
     lines = file.read_bytes().split(b"\n")
-    # An unfinished last line is what a kill leaves, and not damage.
+    # A kill leaves an unfinished last line, which is not damage.
     num_whole = sum(1 for line in lines[:-1] if line)
     rows = list(read_rows(file))
     if len(rows) < num_whole:
@@ -110,37 +110,37 @@ def _resume(logged: int, whole: list[Path], num_checkpoints: int) -> str:
         return "it does not start: every checkpoint is damaged; restore one from a copy, or remove the run folder"
     if not whole:
         again = f"; steps 1 to {logged} are trained again" if logged else ""
-        return f"it begins with step 1, since there is no checkpoint{again}"
+        return f"it begins with step 1, because there is no checkpoint{again}"
     step = int(read_facts(whole[0])["step"])
     again = f"; steps {step + 1} to {logged} are trained again, with the same result" if logged > step else ""
-    return f"it goes on after step {step}, from {whole[0].name}{again}"
+    return f"it resumes after step {step}, from {whole[0].name}{again}"
 
 
 def measure_mismatch(folder: Path, checkpoints: list[str]) -> dict[str, Any]:
-    """Measure |engine's log-prob - trainer's| on the rollouts that the newest possible checkpoint has sampled.
+    """Measure |engine's log-prob - trainer's| on rollouts that the newest possible checkpoint has sampled.
 
-    Rollouts are stored with the engine's log-probs, and a checkpoint holds the weights that sampled those of the steps
-    after it, until the next update: both sides have the same weights, and what differs is arithmetic.
+    Stored rollouts have the engine's log-probs, and a checkpoint has the weights that sampled the rollouts of the steps
+    until the next update. Both sides therefore have the same weights, and only arithmetic differs.
 
     Returns:
-        The checkpoint with the number of rollouts and tokens and the mean and largest difference in nats, and `words`
-        that report or explain it; `words` only where nothing can be compared.
+        The checkpoint, the numbers of rollouts and tokens, the mean and largest difference in nats, and `words` that
+        report or explain it; only `words` and a null checkpoint if nothing can be compared.
 
     Example: a run with `run.save_every` 10 that was stopped after step 14 has rollouts of step 11 from the weights of
     `step-000010`.
     """
     files = _rollout_files(folder)[::-1]
     if not files or not checkpoints:
-        return _unmeasured("it needs rollouts and a whole checkpoint, and there are none")
+        return _unmeasured("it needs rollouts and a whole checkpoint")
     try:
         settings = read_object(folder / CONFIG_FILE)
         sampling, dtype = dict(settings["sampling"]), settings["model"]["dtype"]
         temperature = float(sampling["temperature"])
     except (InputError, ValueError, LookupError, TypeError) as error:
-        return _unmeasured(f"{CONFIG_FILE} does not say how rollouts were sampled ({error!r})")
+        return _unmeasured(f"{CONFIG_FILE} lacks the sampling settings of the rollouts ({error!r})")
     changed = [name for name, neutral in _NEUTRAL.items() if sampling.get(name, neutral[0]) not in neutral]
     if changed:
-        return _unmeasured(f"rollouts hold log-probs after {', '.join(changed)}, and a trainer computes them before")
+        return _unmeasured(f"the log-probs of rollouts include {', '.join(changed)}, but a trainer's do not")
     for checkpoint in (folder / CHECKPOINTS_FOLDER / name for name in checkpoints):
         state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
         rollouts = list(islice(_sampled_by(files, state["loop"].get("version")), MAX_ROLLOUTS))
@@ -149,8 +149,8 @@ def measure_mismatch(folder: Path, checkpoints: list[str]) -> dict[str, Any]:
         try:
             gaps = _gaps(checkpoint, rollouts, temperature, has_autocast=dtype == "bfloat16")
         except InputError as error:
-            # Such as a model that takes images, which rollouts are stored without.
-            return _unmeasured(f"the trainer computes stored rollouts as text, and {error}")
+            # For example a model that takes images, without which rollouts are stored.
+            return _unmeasured(f"the trainer computes stored rollouts as text, but {error}")
         mean, largest = float(gaps.mean()), float(gaps.max())
         return {
             "checkpoint": checkpoint.name,
@@ -161,7 +161,7 @@ def measure_mismatch(folder: Path, checkpoints: list[str]) -> dict[str, Any]:
             "words": f"|engine's log-prob - trainer's| is {mean:.1e} on average and {largest:.1e} at most, over "
             f"{gaps.size:,} tokens of {len(rollouts)} rollouts under the weights of {checkpoint.name}",
         }
-    return _unmeasured("no stored rollout was sampled by the weights of a checkpoint that is left; set run.keep higher")
+    return _unmeasured("no stored rollout was sampled by the weights of a remaining checkpoint; raise run.keep")
 
 
 def _unmeasured(why: str) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _sampled_by(files: list[Path], version: int | None) -> Iterator[Trajectory]:
             rows = read_trajectories(file, may_be_torn=True)
             yield from (row for row in rows if row.version == version and row.logprobs is not None)
         except InputError:
-            # A damaged file is in the list of files; the others may serve.
+            # The list of files reports a damaged file; others may serve.
             continue
 
 
@@ -182,7 +182,7 @@ def _gaps(checkpoint: Path, rollouts: list[Trajectory], temperature: float, *, h
     """Return float64 [sampled tokens of all rollouts]."""
     model = load_checkpoint(checkpoint).eval()
     gaps = []
-    # All prompts in one forest need not fit in memory.
+    # All prompts in one forest may not fit in memory.
     for _, group in groupby(rollouts, key=lambda rollout: rollout.task_id):
         prompt = list(group)
         forest = Forest.from_sequences([np.asarray(rollout.tokens) for rollout in prompt])

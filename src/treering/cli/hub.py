@@ -1,6 +1,6 @@
-"""Finds a model or tokenizer: in the folder that a setting names, or by its hub id in the Hugging Face cache.
+"""Find a model or tokenizer: in the folder that a setting names, or by its hub id in the Hugging Face cache.
 
-What stands on disk is never asked of the hub. The cache, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are those of
+The hub is not asked for what is on disk. The cache, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are those of
 huggingface_hub.
 """
 
@@ -24,15 +24,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _FILES = {"model": (*_SMALL_FILES, "*.safetensors"), "tokenizer": _SMALL_FILES}
 _PICKLES = ("*.bin", "*.bin.index.json")
-# Other formats of the same weights, and weights in the layout of the model's authors.
+# Other formats of the same weights, and weights in their authors' layout.
 _IGNORED = ("*/*", "consolidated*")
 
 
 def locate(path: Path, places: Sequence[Path]) -> Path:
-    """`path` in the first of `places` that has it; an absolute path stays as it is.
+    """Return `path` in the first of `places` that has it; an absolute path stays as it is.
 
     Raises:
-        InputError: none has it.
+        InputError: no place has it.
 
     Example: `a.jsonl` with the places `conf` and `data` is `conf/a.jsonl` if that exists, else `data/a.jsonl`.
     """
@@ -41,19 +41,17 @@ def locate(path: Path, places: Sequence[Path]) -> Path:
             return place / path
     listed = ", ".join(str(place) for place in places)
     near = did_you_mean(place / path for place in places)
-    raise InputError(
-        f"{path} is looked up in {listed}, and none has it; {near}correct the path, or set {DATA_VARIABLE}"
-    )
+    raise InputError(f"{path} is not in {listed}; {near}correct the path, or set {DATA_VARIABLE}")
 
 
 def search_places(config_dir: Path) -> list[Path]:
-    """Where relative paths are looked up: the configuration's folder, the current one, then the real-data folder."""
+    """Return where relative paths are looked up: the configuration's folder, the current one, the real-data folder."""
     folder = data_folder()
     return list(dict.fromkeys([config_dir, Path(), *([] if folder is None else [folder])]))
 
 
 def is_hub_id(name: str, places: Sequence[Path]) -> bool:
-    """Whether a name is the id of a model on the hub: ORGANISATION/NAME, and no folder in any of `places`.
+    """Return whether a name is a model's hub id: ORGANISATION/NAME, and not a folder in any of `places`.
 
     Example: "Qwen/Qwen3-0.6B" is one; "./Qwen/Qwen3-0.6B", "/models/qwen3" and "qwen3" are not.
     """
@@ -63,48 +61,47 @@ def is_hub_id(name: str, places: Sequence[Path]) -> bool:
 def find_folder(
     name: str, places: Sequence[Path], *, setting: str, revision: str | None = None, wanted: Wanted = "model"
 ) -> Path:
-    """The folder of a model or tokenizer; one of the hub is downloaded into the cache first, if it is not there.
+    """Return the folder of a model or tokenizer; a hub model that is not in the cache is downloaded first.
 
     Args:
         name: a path, looked up in `places`, or a hub id.
         places: folders.
-        setting: what errors call the name.
-        revision: commit, branch or tag of a hub id; None is the newest of its main branch.
-        wanted: "tokenizer" leaves weights out.
+        setting: name of the setting, for errors.
+        revision: commit, branch or tag of a hub id; None: the newest of its main branch.
+        wanted: "tokenizer" skips the weights.
 
     Raises:
-        InputError: there is no such folder, and the hub has none or cannot be asked; or a folder with a revision.
+        InputError: the folder does not exist and the hub does not have it or cannot be reached; or a folder with a
+            revision.
 
     Example: `find_folder("Qwen/Qwen3-0.6B", [], setting="model.path")` ends in "snapshots/" and the commit.
     """
     if not is_hub_id(name, places):
         if revision is not None:
-            raise InputError(
-                f"a revision is one of a hub id, and {setting} = {name!r} is a folder; remove the revision"
-            )
+            raise InputError(f"{setting} = {name!r} is a folder, but only hub ids have revisions; remove the revision")
         return locate(Path(name), places)
     listed = ", ".join(str(place) for place in places)
-    what = f"{setting} = {name!r} is no folder{' in ' if listed else ''}{listed}"
+    what = f"{setting} = {name!r} is not a folder{' in ' if listed else ''}{listed}"
     folder = _snapshot(name, revision, _FILES[wanted], what)
     if wanted == "model" and not any(folder.glob("*.safetensors")):
         folder = _snapshot(name, revision, _PICKLES, what)
         if not any(folder.glob("*.bin")):
             raise InputError(
-                f"a model has weights as .safetensors or .bin, and {setting} = {name!r} has none in {folder}; run "
-                f"`hf download {name}` where there is a network, or correct the id"
+                f"{setting} = {name!r} has no weights (.safetensors or .bin) in {folder}; run `hf download {name}` "
+                "where there is a network, or correct the id"
             )
     return folder
 
 
 def tokenizer_folder(name: str) -> Path:
-    """The folder that `--tokenizer` names: a path as it is, or that of a hub id."""
+    """Return the folder that `--tokenizer` names: a path as it is, or that of a hub id."""
     if not is_hub_id(name, [Path()]):
         return Path(name)
     return find_folder(name, [Path()], setting="--tokenizer", wanted="tokenizer")
 
 
 def find_model(section: ModelConfig | DistillOptions, config_dir: Path, *, setting: str = "model.path") -> Path | None:
-    """The folder of a section's model, see `find_folder`; None if it names none."""
+    """Return the folder of a section's model, found by `find_folder`; None if it names none."""
     if section.path is None:
         return None
     return find_folder(section.path, search_places(config_dir), setting=setting, revision=section.revision)
@@ -125,13 +122,13 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str], what: st
         return Path(found)
 
     if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
-        # A commit never changes, so one that the cache has needs no network.
+        # A commit never changes, so a cached one needs no network.
         with suppress(errors.LocalEntryNotFoundError):
             return fetch(only_from_cache=True)
     try:
         with bars_for_people_only():
             return fetch(only_from_cache=False)
-    except Exception as error:  # of the hub's client, of its transport, or of the disk
+    except Exception as error:  # from the hub's client, its transport, or the disk
         raise InputError(_reason(error, name, revision, what)) from error
 
 
@@ -140,21 +137,23 @@ def _reason(error: Exception, name: str, revision: str | None, what: str) -> str
 
     ways = f"run `hf download {name}` where there is a network, or name the folder of a model"
     if isinstance(error, errors.GatedRepoError):
-        return f"{what}, and on the hub it is gated; accept its terms there and log in with `hf auth login`, or {ways}"
+        return f"{what}, and it is gated on the hub; accept its terms there and log in with `hf auth login`, or {ways}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"{what}, and the hub has no such id that you may read; correct it, or log in with `hf auth login`"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{what}, and on the hub it has no revision {revision!r}; correct the revision"
+        return f"{what}, and the hub has no revision {revision!r}; correct the revision"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         of = "" if revision is None else f" at revision {revision!r}"
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        return f"{what}, and the cache {constants.HF_HUB_CACHE} has no whole model of that id{of} while {why}; {ways}"
+        return (
+            f"{what}, and the cache {constants.HF_HUB_CACHE} has no complete model of that id{of} while {why}; {ways}"
+        )
     return f"{what}, and it cannot be fetched from the hub ({type(error).__name__}: {error}); try again, or {ways}"
 
 
 @contextmanager
 def bars_for_people_only() -> Iterator[None]:
-    """Without the hub's progress bars where stderr is no terminal."""
+    """Hide the hub's progress bars if stderr is not a terminal."""
     from huggingface_hub import utils
 
     bars: Any = utils

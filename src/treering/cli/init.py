@@ -1,4 +1,4 @@
-"""`treering init`: reads a file and a model, and writes the configuration that trains one on the other."""
+"""Run `treering init`: read a file and a model, and write the configuration that trains the model on the file."""
 
 import json
 import shlex
@@ -31,14 +31,14 @@ def init(
         ),
     ] = _REWARD,
     out: Annotated[
-        Path | None, typer.Option(metavar="CONFIG", help="The file to write: sft.toml, or train.toml with --rl.")
+        Path | None, typer.Option(metavar="CONFIG", help="File to write. Default: sft.toml, or train.toml with --rl.")
     ] = None,
     format: Format = "auto",
     json_output: JsonOutput = False,
 ) -> None:
     """Write a commented configuration for your data and model, which runs as it is.
 
-    It reads the whole file, as `inspect` does, and chooses sizes by it. A file that exists is never overwritten.
+    The whole file is read, as by `inspect`, to choose sizes. An existing file is never overwritten.
 
     Example: treering init runs/traces.jsonl --model Qwen/Qwen3-0.6B
 
@@ -50,14 +50,14 @@ def init(
     from treering.cli.toml import comments
 
     if rl and format != "auto":
-        raise ConfigError(f"--format is of trajectories, and --rl reads prompts, got {format}; leave one of them out")
+        raise ConfigError(f"--format applies to trajectories, but --rl reads prompts, got {format}; remove one of them")
     if not rl and reward != _REWARD:
-        raise ConfigError(f"--reward is of prompts, and without --rl trajectories are read, got {reward}; add --rl")
+        raise ConfigError(f"--reward applies to prompts, but this reads trajectories, got {reward}; add --rl")
     command = "train" if rl else "sft"
     path = out or Path(f"{command}.toml")
     _check_free(path)
     is_here = path.absolute().parent == Path.cwd()
-    # A configuration finds what its settings name next to itself and in the current folder, so in no other.
+    # Names in a configuration are looked up next to it and in the current folder, nowhere else.
     named = str(file if is_here else file.absolute())
     facts = read_model(model if is_here or is_hub_id(model, [Path()]) else str(Path(model).absolute()))
     run_dir = f"runs/{file.name.partition('.')[0]}-{command}"
@@ -76,6 +76,6 @@ def init(
 
 def _check_free(path: Path) -> None:
     if path.exists():
-        raise InputError(f"init overwrites nothing, and {path} exists; name another file by --out, or move that one")
+        raise InputError(f"{path} exists, and init overwrites nothing; name another file with --out, or move that one")
     if not path.absolute().parent.is_dir():
         raise InputError(f"--out needs an existing folder, got {path}: create {path.parent} first")

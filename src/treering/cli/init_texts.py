@@ -1,4 +1,4 @@
-"""The configurations that `treering init` writes, with sizes chosen by the data and the model."""
+"""Write the configurations of `treering init`, with sizes chosen from the data and the model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,22 +21,22 @@ from treering.types import DEFAULT_SHAPE, find_shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model as `--model` names it."""
+    """Model named by `--model`."""
 
     name: str
-    """As in the configuration: a folder or a hub id."""
+    """Name in the configuration: a folder or a hub id."""
     tokenizer: Path | None
     """Its folder, if that holds a tokenizer."""
     vocab_size: int | None
-    """Token ids that it knows; None if its configuration does not say."""
+    """Size of its vocabulary; None if its configuration does not have it."""
     context: int | None
-    """Positions that it was made for; None if its configuration does not say."""
+    """Positions that it was trained for; None if its configuration does not have them."""
     shape: str
-    """For `find_shape`: its configuration, or another's where FLOPs of its kind are not counted."""
+    """Name for `find_shape`: its configuration, or the default where its FLOPs cannot be counted."""
 
 
 def read_model(name: str) -> ModelFacts:
-    """Reads config.json and the tokenizer; of a hub id these small files alone are fetched.
+    """Read config.json and the tokenizer; of a hub id only these small files are fetched.
 
     Raises:
         InputError: there is no such model, or its config.json cannot be read.
@@ -57,7 +57,7 @@ def read_model(name: str) -> ModelFacts:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     config = read_object(folder / "config.json", fix="name the folder of a Hugging Face model with --model")
-    # Models that also see keep what is about text apart.
+    # Multimodal models keep the text settings in a section.
     inner = config.get("text_config")
     return config | inner if isinstance(inner, dict) else config
 
@@ -76,13 +76,13 @@ def _shape(folder: Path) -> str:
 
 
 _MAX_TREES = 8
-"""Tasks of a step, as by default; fewer where there are not enough for ten steps an epoch."""
+"""Default tasks per step; fewer if there are not enough for ten steps an epoch."""
 _FEW_STEPS = 100
-"""Below so many steps an epoch, several epochs are worth their time."""
+"""Steps per epoch below which several epochs are worth their time."""
 
 
 def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format: FormatName) -> str:
-    """The text of a configuration that trains `model` on a file, which it calls `named`.
+    """Return the text of a configuration that trains `model` on a file, which it calls `named`.
 
     Raises:
         InputError: a bad file, one without a trained token, or with token ids that the model does not know.
@@ -93,7 +93,7 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
         raise InputError(f"{file} has no trained token; give assistant turns or loss masks")
     if model.vocab_size is not None and report.largest_id >= model.vocab_size:
         raise InputError(
-            f"{file} has token ids up to {report.largest_id}, and {model.name} knows {model.vocab_size}; name the "
+            f"{file} has token ids up to {report.largest_id}, but {model.name} takes {model.vocab_size}; name the "
             "model whose tokenizer made them"
         )
     data = [
@@ -128,12 +128,12 @@ def _found(report: FileReport, file: Path, model: ModelFacts, format: FormatName
 
 
 def _limit(report: FileReport, model: ModelFacts) -> list[str]:
-    """The limit of lengths, where a sequence is longer than the model's context."""
+    """Return the length limit, if a sequence is longer than the model's context."""
     if model.context is None or report.longest <= model.context:
         return []
     return [
         pair("max_length", model.context, "Tokens that the model was made for; the longest sequence has more."),
-        pair("overlong", "cut", 'Keeps their first tokens. "drop" drops them.'),
+        pair("overlong", "cut", 'Keep their first tokens; "drop" drops the sequences.'),
     ]
 
 
@@ -169,30 +169,30 @@ def _train(report: FileReport) -> str:
 
 _GROUP_SIZE = 8
 _MAX_PROMPTS = 8
-"""Prompts of a step, as by default; fewer where there are not enough for four steps an epoch."""
+"""Default prompts per step; fewer if there are not enough for four steps an epoch."""
 _EPOCHS = 3
-"""Drafts come from earlier epochs, so there are some."""
+"""Passes over the prompts; drafts come from earlier ones."""
 _RESPONSE = 512
 _MAX_BATCH = 64
 
 
 def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: str) -> str:
-    """The text of a configuration that trains `model` on the prompts of a file, which it calls `named`.
+    """Return the text of a configuration that trains `model` on the prompts of a file, which it calls `named`.
 
     Raises:
         ConfigError: an unknown reward.
         InputError: a bad file, a model without a tokenizer, or prompts that leave no room for a response.
     """
     if model.tokenizer is None:
-        raise InputError(f"prompts need a tokenizer, and {model.name} has no tokenizer.json; name a model that has one")
+        raise InputError(f"prompts need a tokenizer, but {model.name} has no tokenizer.json; name a model with one")
     task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, model=model.tokenizer, cache=cache_folder())
     lengths = [prompt.tokens.size for prompt in task.prompts]
     response = _response(max(lengths), model)
     num_answers = sum(prompt.answer is not None for prompt in task.prompts)
     found = (
         f"{plural(len(lengths), 'prompt')}, {num_answers:,} of them with an answer, of {sum(lengths):,} tokens; the "
-        f"longest has {max(lengths):,}. Rollouts of a prompt share it, and each later epoch is drafted from the ones "
-        "before."
+        f"longest has {max(lengths):,}. Rollouts of a prompt share it, and later epochs are drafted from earlier "
+        "ones."
     )
     return "".join(
         [
@@ -201,7 +201,7 @@ def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: 
             section("task", [pair("kind", "prompts"), pair("file", named), pair("reward", reward)]),
             section("sampling", [pair("max_tokens", response, "Tokens of a rollout; raise it if answers are cut.")]),
             section("rl", _loop(len(lengths))),
-            section("engine", [pair("max_batch", _MAX_BATCH, "Rollouts that run at one time.")]),
+            section("engine", [pair("max_batch", _MAX_BATCH, "Rollouts that run at a time.")]),
             section("optim", [pair("learning_rate", 1e-6, "For all weights; adapters ([lora], rank = 16) take 1e-5.")]),
             section(
                 "run", [pair("dir", run_dir, "Checkpoints, metrics, rollouts. The same command resumes a stopped run.")]
@@ -214,7 +214,7 @@ def _response(longest: int, model: ModelFacts) -> int:
     room = _RESPONSE if model.context is None else min(_RESPONSE, model.context - longest)
     if room < 1:
         raise InputError(
-            f"a prompt has {longest:,} tokens, and {model.name} was made for {model.context:,}; shorten it, or name "
+            f"a prompt has {longest:,} tokens, but {model.name} takes {model.context:,}; shorten it, or name "
             "another model"
         )
     return room

@@ -1,7 +1,7 @@
-"""The command line: runs a subcommand, and says how errors and signals end the process.
+"""Command line: run a subcommand, and end the process after errors and signals.
 
-Exit codes: 0 done, 1 something wrong that `doctor` lists, 2 bad input, 129, 130 and 143 interrupted by SIGHUP, SIGINT
-and SIGTERM. All but 0 and 1 come with one line on stderr.
+Exit codes: 0 success, 1 a fault that `doctor` lists, 2 bad input, 129, 130 and 143 interrupted by SIGHUP, SIGINT and
+SIGTERM. All but 0 and 1 come with one line on stderr.
 """
 
 import os
@@ -27,9 +27,9 @@ _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__na
 
 
 def main() -> None:
-    """Runs the command line on `sys.argv` and exits; the `treering` script calls this by `treering.cli.start`."""
-    # torch reads these when it starts its threads. Spinning slows every process on a shared machine down, so they spin
-    # for a few tenths of a millisecond only: enough for a small model's next product, without a slow wake-up.
+    """Run the command line on `sys.argv` and exit; the `treering` script calls this through `treering.cli.start`."""
+    # Torch reads these when it starts its threads. Spinning threads slow down every process on a shared machine, so let
+    # them spin only for a few tenths of a millisecond, which suffices for a small model's next product.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     threads = threading.enumerate()
@@ -42,31 +42,31 @@ def main() -> None:
         _say(describe(error))
         leave_at_once(exit_code(error.signal_number))
     except BrokenPipeError:
-        # Whoever read has left, as `head` does.
+        # The reader has left, as `head` does.
         leave_at_once(1)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL:
-            _say(f"the result cannot be written ({error.strerror}); free space where stdout goes, and start again")
+            _say(f"the result cannot be written ({error.strerror}); free space where stdout goes, and run it again")
             leave_at_once(EXIT_BAD_INPUT)
         if num_started() == 1:
             raise
         traceback.print_exc()
         leave_at_once(1)
     if code and num_started() > 1:
-        # Tearing down would wait for what it has begun with the other ranks.
+        # Tearing down would wait for pending work with the other ranks.
         leave_at_once(code)
     leave(code or 0, threads)
 
 
 def _run() -> int | None:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     try:
-        # Not standalone: typer would wrap a mistyped option in a box of many lines.
+        # Not standalone: typer would print a mistyped option in a box of many lines.
         code: int | None = app(prog_name="treering", standalone_mode=False)
     except TreeringError as error:
         return _refused(in_words_of("".join(sys.argv[1:2]), str(error)))
     except typer.Abort:
-        # Outside the main thread Ctrl-C is typer's; newer releases return the code themselves.
+        # Outside the main thread typer handles Ctrl-C; newer releases return the code themselves.
         return EXIT_INTERRUPTED
     except _UsageError as error:
         return _refused(f"{error.format_message().rstrip('.')}. See treering --help, or --help after a subcommand.")

@@ -1,4 +1,4 @@
-"""What a command prints: results alone on stdout, notes and errors in the user's words."""
+"""Keep stdout for results, and print notes and errors in the user's words on stderr."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from treering.errors import DataWarning
 
 @contextmanager
 def notes_on_stderr() -> Iterator[None]:
-    """Prints each `DataWarning` of the block as one line on stderr, equal ones once; stdout stays clean."""
+    """Print each `DataWarning` of the block as one line on stderr, equal ones once; keep stdout clean."""
     said: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", DataWarning)
@@ -40,7 +40,7 @@ _ARGUMENT = re.compile(r'\b(template|tokenizer)=("?)(\w+)\2')
 
 
 def in_words_of(command: str, message: str) -> str:
-    """The message with the names that settings have in a command; unchanged for commands without them.
+    """Return the message with settings named as in a command; unchanged for commands without them.
 
     Example: 'use template="plain"' is "use --template plain" for inspect, and 'use data.template = "plain"' for sft.
     """
@@ -50,17 +50,17 @@ def in_words_of(command: str, message: str) -> str:
 
 @contextmanager
 def only_results_on_stdout() -> Iterator[TextIO]:
-    """Sends to stderr all that this process and those that it starts in the block write to stdout.
+    """Send to stderr everything that this process and its children write to stdout in the block.
 
     Yields:
-        The stream of the result, which is stdout as it was.
+        The stream for the result, the original stdout.
 
     Example: `with only_results_on_stdout() as results: print("log"); print("{}", file=results)` prints only {} on
     stdout.
     """
     before = sys.stdout
     if before is None or _descriptor(before) != 1:
-        # Closed, or replaced by an object in this process, as tests do.
+        # Closed, or replaced by an object in this process, as in tests.
         sys.stdout = sys.stderr
         try:
             yield before
@@ -68,10 +68,10 @@ def only_results_on_stdout() -> Iterator[TextIO]:
             sys.stdout = before
         return
     before.flush()
-    # Not inherited by processes that user code starts.
+    # Processes that user code starts do not inherit the descriptor.
     descriptor = os.dup(1)
     os.dup2(2, 1)
-    # A stream of its own: user code may close it.
+    # Use a separate stream, which user code may close.
     sys.stdout = open(1, "w", encoding=before.encoding, errors="replace", buffering=1, closefd=False)  # noqa: SIM115
     try:
         with open(descriptor, "w", encoding=before.encoding, errors=before.errors, closefd=False) as results:

@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: what was trained on what, with which settings, and what was measured. No torch."""
+"""Write the model card of a checkpoint: model, data, settings and measurements. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,19 +18,19 @@ _SECTIONS = ("rl", "train", "sampling", "optim", "lora", "teacher", "router")
 def model_card(
     run_dir: Path, step: int, *, has_tokenizer: bool, takes_pictures: bool = False, turns: str | None = None
 ) -> str:
-    """The card of a run's checkpoint, as Markdown with the metadata that the hub reads.
+    """Return the card of a run's checkpoint, as Markdown with the hub's metadata.
 
-    It holds settings and figures up to this step, no rollout, no path and nothing of the environment. What cannot be
-    read is left out: no training depends on it.
+    It has the settings and the figures up to this step; no rollouts, paths or environment variables. Files that cannot
+    be read are skipped, so that the card never stops a run.
 
     Args:
-        run_dir: folder of the run; of its files `config.json` and `metrics.jsonl` are read.
-        step: of the checkpoint.
-        has_tokenizer: whether the checkpoint has one.
-        takes_pictures: whether its model does.
-        turns: how turns are written and end; None if nothing is known of it.
+        run_dir: folder of the run; `config.json` and `metrics.jsonl` are read.
+        step: step of the checkpoint.
+        has_tokenizer: whether the checkpoint has a tokenizer.
+        takes_pictures: whether its model takes images.
+        turns: how turns are written and end; None if unknown.
 
-    Example: of a run of GRPO on Qwen/Qwen3-0.6B the first lines have "base_model: Qwen/Qwen3-0.6B" and "- grpo".
+    Example: for GRPO on Qwen/Qwen3-0.6B the first lines have "base_model: Qwen/Qwen3-0.6B" and "- grpo".
     """
     try:
         run = read_run(run_dir)
@@ -50,16 +50,16 @@ def model_card(
 
 
 def _hub_base(config: Mapping[str, Any]) -> str | None:
-    """The hub id of a run's base model; None for a folder or a random model.
+    """Return the hub id of a run's base model; None for a folder or a random model.
 
-    Only a hub id has a revision in the settings of a run.
+    Only a hub id has a revision in a run's settings.
     """
     model = section_of(config, "model")
     return str(model["path"]) if model.get("path") and model.get("revision") else None
 
 
 def _metadata(config: Mapping[str, Any], *, takes_pictures: bool) -> str:
-    """What the hub sorts and links models by."""
+    """Return the metadata by which the hub sorts and links models."""
     base = _hub_base(config)
     lines = [
         *([] if base is None else [f"base_model: {base}"]),
@@ -92,9 +92,9 @@ def _measured(rows: list[Row]) -> dict[str, str]:
     rewards = [value for row in rows if (value := number(row.get(metrics.REWARD_MEAN))) is not None]
     measured = {}
     if rewards:
-        measured["mean reward"] = f"{rewards[0]:.3f} at first, {rewards[-1]:.3f} at last"
+        measured["mean reward"] = f"{rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last"
     if losses:
-        measured["loss"] = f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
+        measured["loss"] = f"{losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last"
     measured |= held_out(rows)
     if found["sharing"] is not None:
         flat, computed = total(rows, metrics.NUM_BRANCH_TOKENS), total(rows, metrics.NUM_TOKENS)
@@ -107,13 +107,13 @@ def _measured(rows: list[Row]) -> dict[str, str]:
 def _loading(config: Mapping[str, Any], *, has_tokenizer: bool, takes_pictures: bool) -> str:
     kind, package = ("AutoModelForCausalLM", "transformers")
     if takes_pictures:
-        # It takes adapters too, for which peft has no class of this kind.
+        # It also loads adapters, for which peft has no class of this kind.
         kind = "AutoModelForImageTextToText"
     elif _has_adapters(config):
         kind, package = ("AutoPeftModelForCausalLM", "peft")
     lines = [f"from {package} import {kind}", "", f'model = {kind}.from_pretrained("{_HERE}")']
     if package == "peft":
-        # Which reads the base model's settings; the ends of turns that were trained stand here.
+        # Peft reads the base model's generation settings; the trained stop tokens are in this folder.
         lines.insert(1, "from transformers import GenerationConfig")
         lines.append(f'model.generation_config = GenerationConfig.from_pretrained("{_HERE}")')
     if has_tokenizer:
@@ -133,7 +133,7 @@ def _settings(config: Mapping[str, Any]) -> str:
 
 
 def _is_shown(key: str, value: object) -> bool:
-    # Folders have names that say more about a machine than about a model.
+    # Names of folders say more about a machine than about a model.
     return value is not None and key not in ("path", "revision")
 
 

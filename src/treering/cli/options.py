@@ -18,7 +18,7 @@ FORMAT_HELP = (
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """A parser for `typer.Option(parser=...)` that accepts only these words.
+    """Return a parser for `typer.Option(parser=...)` that accepts only these words.
 
     It works in every typer since 0.12; typer reads `Literal` only since 0.19.
 
@@ -41,10 +41,10 @@ JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 NoCache = Annotated[
     bool,
-    typer.Option("--no-cache", help="Keep no cache of the tokens, and read none; see `treering cache`."),
+    typer.Option("--no-cache", help="Neither read nor write the cache of tokens; see `treering cache`."),
 ]
 
-Step = Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint; the newest one.")]
+Step = Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint. Default: the newest.")]
 
 RunOrModel = Annotated[
     str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or folder or hub id of a model.")
@@ -58,7 +58,7 @@ Overrides = Annotated[
 
 
 def takes(record: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
-    """Makes a command of typer whose options are the fields of a record, with their annotations and defaults.
+    """Return a decorator that makes a typer command whose options are the fields of a record.
 
     Example: `@app.command()` over `@takes(InspectOptions)` over `def inspect(options): ...`.
     """
@@ -68,7 +68,7 @@ def takes(record: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Call
         def command(**given: Any) -> None:
             run(record(**given))
 
-        # What typer reads.
+        # Typer reads the signature.
         command.__dict__["__signature__"] = signature(record)
         return command
 

@@ -1,7 +1,7 @@
-"""`treering` under torchrun: joins the processes that it started, of which the first one alone speaks and writes.
+"""Join the processes that torchrun started; only the first prints and writes.
 
-Where one fails or gets a signal, all end, and the one that was first says why: it leaves a mark in torchrun's store
-before the others can notice that it is gone.
+If one fails or gets a signal, all end, and the first to fail reports why: it leaves a mark in torchrun's store before
+the others can notice that it is gone.
 """
 
 import gc
@@ -16,7 +16,7 @@ _STORE_TIMEOUT = timedelta(seconds=3)
 
 
 def num_started() -> int:
-    """Processes that torchrun started; 1 without it.
+    """Return the number of processes that torchrun started; 1 without it.
 
     Example: `torchrun --no-python --nproc-per-node 2 treering sft run.toml` starts 2.
     """
@@ -24,14 +24,14 @@ def num_started() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks and writes."""
+    """Return whether this process prints and writes."""
     return num_started() == 1 or os.environ.get("RANK", "0") == "0"
 
 
 def speaks_of_end() -> bool:
-    """Whether this process says why all of them end: the one that asks first does; asking again changes nothing.
+    """Return whether this process reports why all of them end: the first to ask does; asking again changes nothing.
 
-    Rank 0 does where torchrun's store cannot be reached.
+    If torchrun's store cannot be reached, rank 0 does.
     """
     if num_started() == 1:
         return True
@@ -40,7 +40,7 @@ def speaks_of_end() -> bool:
         import torch.distributed as dist
 
         own = os.environ["RANK"]
-        # A connection of its own: another thread may be waiting in that of torch.
+        # Use a separate connection: another thread may be waiting in torch's.
         store = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=_STORE_TIMEOUT
         )
@@ -51,10 +51,10 @@ def speaks_of_end() -> bool:
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Context manager in which torch.distributed connects the processes; alone it does nothing.
+    """Connect the processes by torch.distributed; do nothing without torchrun.
 
-    On CUDA each process takes the device of its local rank. After an error the process is to end at once: what it has
-    begun with the others is never finished.
+    On CUDA each process uses the device of its local rank. After an error the process must end at once: its pending
+    work with the others never finishes.
 
     Raises:
         StateError: another process has ended.
@@ -80,9 +80,9 @@ def joined() -> Iterator[None]:
             raise
         words = " ".join(str(error).split())[:200]
         raise StateError(
-            f"ranks train one model together, and rank {os.environ['RANK']} finds that another one has ended "
-            f"({words}): start the same command again, which resumes the run"
+            f"rank {os.environ['RANK']} found that another rank has ended ({words}): start the same command again, "
+            "which resumes the run"
         ) from error
-    # What is left of a sharded model in reference cycles would end its threads after those of the group: an abort.
+    # Collect reference cycles now: a sharded model in one would end its threads after the group's, which aborts.
     gc.collect()
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""The settings of the configurations, for `--help` and docs/settings.md.
+"""Describe the settings of the configurations, for `--help` and docs/settings.md.
 
-The configuration is imported when help is asked for, so that no other command waits for it.
+The configuration is imported only when help is asked for, so that no other command waits for it.
 """
 
 import json
@@ -28,49 +28,49 @@ _BOUNDS = {
 _KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
 _FORMATS = {"path": "path", "date": "date"}
 _PARTNERS = {"train": "rl", "rl": "train", "data": "task", "task": "data"}
-"""Sections of the other command that share settings under another header."""
+"""Sections of the other command that share settings under a different header."""
 _LARGE = 2**31
-"""A bound beyond it says nothing to a reader."""
+"""Bounds above this do not inform a reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One key of a section."""
+    """A key of a section."""
 
     key: str
-    """Name within the section, dotted in a table of it."""
+    """Name within the section, dotted if it is in a table."""
     kind: str
-    """What values it takes, in words."""
+    """Accepted values, as text."""
     default: str | None
-    """As TOML; None if it is unset."""
+    """Default as TOML; None if unset."""
     description: str
-    """What it sets."""
+    """Effect of the setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """The settings under one header of a file."""
+    """Settings under one header of a file."""
 
     name: str
-    """As in "[train]"; empty for keys above all headers."""
+    """Name, as in "[train]"; empty for keys above all headers."""
     type_name: str
-    """Sections of one type in two configurations have the same settings."""
+    """Name of its type; sections of one type in two configurations have the same settings."""
     description: str
-    """What it is about."""
+    """Subject of the section."""
     settings: tuple[Setting, ...]
-    """In the order of the section."""
+    """Settings in the order of the section."""
 
     @property
     def title(self) -> str:
-        """Its header."""
+        """Header of the section."""
         return f"[{self.name}]" if self.name else "Above all headers"
 
 
 def sections_of(config_type: "type[Config]") -> list[Section]:
-    """The sections of a configuration: those that a file must have, the others in its order, keys above all headers.
+    """Return the sections of a configuration: required ones first, then the others, then keys above all headers.
 
-    Example: the section "train" of `SftConfig` has the setting "learning_rate" of kind "number > 0" with the
-    default "0.0001".
+    Example: the section "train" of `SftConfig` has the setting "learning_rate" of kind "number > 0" with the default
+    "0.0001".
     """
     schema = config_type.model_json_schema()
     types, fields = schema["$defs"], schema["properties"]
@@ -80,15 +80,15 @@ def sections_of(config_type: "type[Config]") -> list[Section]:
     sections = [_table_of(name, fields[name]["$ref"], types) for name in names]
     above = tuple(_setting(name, field) for name, field in fields.items() if "$ref" not in field)
     if above:
-        about = "Keys of no section; in a file they come first."
+        about = "Keys outside sections; in a file they come first."
         sections.append(Section(name="", type_name="", description=about, settings=above))
     return sections
 
 
 def split_by_sharing(sections: Sequence[Section], others: Sequence[Section]) -> tuple[list[Section], list[Section]]:
-    """Split the sections of a command into what it has alone and what the other command, with `others`, has too.
+    """Split a command's sections into settings of its own and settings shared with the other command's `others`.
 
-    A section of which some settings are shared is on both sides.
+    A section with both kinds is on both sides.
     """
     theirs = {section.name: {_meaning(one) for one in section.settings} for section in others}
     alone, shared = list[Section](), list[Section]()
@@ -106,7 +106,7 @@ def _meaning(setting: Setting) -> tuple[str, str, str]:
 
 
 def kind_in_words(schema: Mapping[str, Any]) -> str:
-    """The values of a JSON schema.
+    """Return the values that a JSON schema accepts, as text.
 
     Example: `{"type": "integer", "minimum": 1}` is "integer >= 1".
     """
@@ -157,7 +157,7 @@ def _setting(key: str, field: Mapping[str, Any]) -> Setting:
 def _toml(value: Any) -> str:
     if isinstance(value, dict) and value:
         return f"{{ {', '.join(f'{key} = {_toml(one)}' for key, one in value.items())} }}"
-    # Of strings, numbers, booleans and arrays TOML and JSON have the same form.
+    # TOML and JSON write strings, numbers, booleans and arrays alike.
     return json.dumps(value)
 
 
@@ -165,17 +165,14 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-_HEAD = "Settings of CONFIG, a TOML file: key, default, what it sets. As an override: SECTION.KEY=VALUE."
+_HEAD = "Settings of CONFIG, a TOML file: key, default, description. Override one with SECTION.KEY=VALUE."
 
 
 class SettingsCommand(TyperCommand):
-    """`sft` or `train`, whose help ends with the settings of its configuration file.
-
-    The configuration is imported when help is asked for, so that no other command waits for it.
-    """
+    """Command `sft` or `train`, whose help ends with the settings of its configuration file."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Prints the command's own help, then the sections."""
+        """Print the command's own help, then the sections."""
         super().format_help(ctx, formatter)
         from treering.config import RlConfig, SftConfig
 
@@ -197,7 +194,7 @@ def _section(section: "Section") -> Group:
     table.add_column(max_width=14, overflow="fold")
     table.add_column()
     for setting in section.settings:
-        # As `Text`, so that brackets are no markup.
+        # Use `Text`, so that brackets are not parsed as markup.
         words = Text.assemble(setting.description, (f" ({setting.kind})", "dim"))
         default = Text("unset", "dim") if setting.default is None else Text(setting.default)
         table.add_row(f"  {setting.key}", default, words)

@@ -1,4 +1,4 @@
-"""Which rows of the data `treering sft` trains: by length and by reward, with the sentences that count them."""
+"""Choose the rows that `treering sft` trains on, by length and reward, and count them in notes."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,19 +12,18 @@ _NUM_REWARDS_SHOWN = 4
 
 
 class RowChoice:
-    """Drops and cuts rows by `max_length`, `overlong` and `min_reward` of [data], and counts what it did.
+    """Choice of rows by `max_length`, `overlong` and `min_reward` of [data], with counts.
 
     Example: with `max_length = 4` and `overlong = "cut"` a row of 6 tokens keeps its first 4.
     """
 
     def __init__(self, config: DataConfig) -> None:
-        """Counts nothing yet."""
         self._config = config
         self._num_rows = self._num_overlong = self._num_low = self._num_unknown = 0
         self._rewards: Counter[float] = Counter()
 
     def rows(self, rows: Iterable[RenderedTrajectory], place_of: Callable[[int], str]) -> list[RenderedTrajectory]:
-        """Return the rows that are trained, the cut ones shorter.
+        """Return the rows to train on; cut rows are shorter.
 
         Args:
             rows: of a file.
@@ -36,7 +35,7 @@ class RowChoice:
         return [kept for row in rows if self._has_reward(row) and (kept := self._fitting(row, place_of)) is not None]
 
     def notes(self) -> list[str]:
-        """Return the sentences on what was dropped or cut, and on rewards that no setting reads."""
+        """Return notes on what was dropped or cut, and on rewards that no setting uses."""
         config, found = self._config, []
         if self._num_low or self._num_unknown:
             unknown = f", {self._num_unknown:,} of them without a reward" if self._num_unknown else ""
@@ -71,7 +70,7 @@ class RowChoice:
             return row
         if self._config.overlong == "error":
             raise InputError(
-                f"{place_of(row.index)}: data.max_length = {limit}, and this sequence has {row.tokens.size:,} tokens; "
+                f"{place_of(row.index)}: {row.tokens.size:,} tokens, above data.max_length = {limit}; "
                 'raise it, or set data.overlong = "drop" or "cut"'
             )
         self._num_overlong += 1
@@ -88,7 +87,7 @@ class RowChoice:
 
 
 def _cut(row: RenderedTrajectory, limit: int) -> RenderedTrajectory | None:
-    """The first tokens of a row, up to an image that would be cut; None if it begins with that image."""
+    """Return the first tokens of a row, up to an image that would be cut; None if the row begins with that image."""
     end = min([limit, *(placed.start for placed in row.pictures if placed.start < limit < placed.stop)])
     if not end:
         return None

@@ -1,4 +1,4 @@
-"""What every training subcommand does around its steps: folder and lock of the run, sinks, warnings, settings."""
+"""Manage a training run's folder: lock, sinks, warnings and settings."""
 
 import os
 import warnings
@@ -23,7 +23,7 @@ from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_
 
 HISTORY_FOLDER = "history"
 SHARED_HISTORY_FOLDER = "history-shared"
-"""The history that rollout workers read."""
+"""History that rollout workers read."""
 WARMUP_FOLDER = "warmup"
 _FILES = (
     RUN_FILE,
@@ -42,13 +42,13 @@ _FOLDERS = (
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds a run's folder for this process, and creates it; `run.lock` in it names the process.
+    """Create a run's folder and hold its lock; `run.lock` in it names the process.
 
-    A folder that was made here and holds nothing else at the end, as of a run that was refused, is removed.
+    A folder that was created here and is otherwise empty at the end, as after a refused run, is removed.
 
     Raises:
-        StateError: another process holds it, it cannot be written, or something else has the name of one of its files
-            or folders.
+        StateError: another process holds it, it is not writable, or something else has the name of one of its files or
+            folders.
 
     Example: `with locked(Path("runs/a")): ...` refuses a second process that trains in `runs/a`.
     """
@@ -61,7 +61,7 @@ def locked(folder: Path) -> Iterator[None]:
         lock = FileLock(
             folder / LOCK_FILE,
             lambda holder: (
-                f"one process at a time trains in a run folder, and {holder} trains in {folder}; wait for it or end "
+                f"{holder} already trains in {folder}, and a run folder takes one process at a time; wait for it, end "
                 "it, or choose another run folder"
             ),
         )
@@ -71,14 +71,14 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         if is_new and os.listdir(folder) == [LOCK_FILE]:
-            # Removed while the lock is held, so that no other process has begun in it.
+            # Remove it while the lock is held, so that no other process can have begun in it.
             (folder / LOCK_FILE).unlink()
             folder.rmdir()
         lock.release()
 
 
 def _clear_drafts(folder: Path) -> None:
-    """Removes what a killed process left of files that it was writing."""
+    """Remove unfinished files of a killed process."""
     for name in (*_FILES, f"{ROLLOUTS_FOLDER}/epoch-*"):
         place = folder / name
         for draft in place.parent.glob(f".{place.name}.*"):
@@ -90,15 +90,15 @@ def _check_names(folder: Path) -> None:
         with writing(folder / name):
             check_regular(folder / name)
     for name in _FOLDERS:
-        # A link to nothing is in the way too.
+        # A dangling link also occupies the name.
         path = folder / name
         if not path.is_dir() and (path.exists() or path.is_symlink()):
-            raise StateError(f"{path} belongs to a folder, and something else has that name; move it away, start again")
+            raise StateError(f"{path} must be a folder, but something else has that name; move it away")
 
 
 @contextmanager
 def printed_warnings(console: Console) -> Iterator[None]:
-    """Prints the block's warnings as plain lines: those about damaged checkpoints and logs are for the user."""
+    """Print the block's warnings, such as those about damaged checkpoints and logs, as plain lines."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
@@ -107,7 +107,7 @@ def printed_warnings(console: Console) -> Iterator[None]:
 
 
 def open_sinks(config: MetricsConfig, folder: Path, opened: Opened, settings: Mapping[str, Any]) -> list[Sink]:
-    """The sinks that `metrics.sinks` names, of the run in `folder`; all or none. Trackers show its `settings`."""
+    """Open the sinks that `metrics.sinks` names for the run in `folder`, all or none; trackers show its `settings`."""
     with ExitStack() as stack:
         sinks: list[Sink] = []
         for name in config.sinks:
@@ -124,8 +124,8 @@ def open_sinks(config: MetricsConfig, folder: Path, opened: Opened, settings: Ma
 
 
 def write_settings(config: Config, run: RunConfig, num_steps: int) -> None:
-    """Writes all settings, with defaults and overrides, to `config.json` in the run's folder.
+    """Write all settings, with defaults and overrides, to `config.json` in the run's folder.
 
-    Beside the sections stands `num_steps`, to which they amount.
+    It also has the resulting `num_steps`, next to the sections.
     """
     write_json(run.dir / CONFIG_FILE, {**config.model_dump(mode="json"), "num_steps": num_steps})

@@ -1,4 +1,4 @@
-"""What `sft` and `train` do around their loop: ranks, folder, identity, checkpoints, logs, evaluations, the display."""
+"""Run what `sft` and `train` do around their loop: ranks, folder, identity, checkpoints, logs, evaluation, display."""
 
 import json
 import os
@@ -60,13 +60,13 @@ ChatsT = TypeVar("ChatsT", DataConfig, TaskConfig)
 
 
 def as_begun(config: ConfigT, config_dir: Path) -> ConfigT:
-    """The configuration with what it leaves open as the run in its folder began, else as a run begins now.
+    """Return the configuration with open settings resolved as the run in its folder began, else as a new run begins.
 
     Hub ids get their commits as revisions, and chats a form and a date, so that a resumed run has the same model and
     the same prompts.
 
     Raises:
-        InputError: see `find_folder`.
+        InputError: the model cannot be found.
 
     Example: `path = "Qwen/Qwen3-0.6B"` gets `revision = "c1899de289a04d12100db370d81485cdf75e47ca"`.
     """
@@ -86,13 +86,13 @@ def as_begun(config: ConfigT, config_dir: Path) -> ConfigT:
 
 
 def with_chats(section: ChatsT, first: Mapping[str, Any]) -> ChatsT:
-    """A section with the form of chats and the date that they write: as set, else as the run began, else today's.
+    """Return a section with the form of chats and their date: as set, else as the run began, else today's.
 
     Args:
         section: with `template` and `date`.
-        first: the settings of the section with which the run began; empty for a new run.
+        first: settings of the section when the run began; empty for a new run.
 
-    Example: a run that began on 2026-01-31 with `template = "hf"` goes on with both.
+    Example: a run that began on 2026-01-31 with `template = "hf"` keeps both.
     """
     template = first.get("template", "auto") if section.template == "auto" else section.template
     date = section.date
@@ -104,12 +104,12 @@ def with_chats(section: ChatsT, first: Mapping[str, Any]) -> ChatsT:
 
 
 def _first_settings(run_dir: Path) -> dict[str, Any]:
-    """The settings with which the run in a folder began, by section; empty for a new run."""
+    """Return the settings with which the run in a folder began, by section; empty for a new run."""
     try:
         found = dict(json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8")))
         return {name: section for name, section in found.items() if isinstance(section, dict)}
     except (OSError, ValueError, TypeError):
-        # A new run, or one whose settings are lost: then its identity says whether its data is still the same.
+        # A new run, or one whose settings are lost; its identity then shows whether its data is the same.
         return {}
 
 
@@ -130,15 +130,15 @@ _SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "intermediate_size", "tie_word_embeddings"),
 )
-# Settings that change rounding at most.
+# Settings that change only rounding.
 _FREE_TO_CHANGE = frozenset({"max_batch_tokens", "gradient_checkpointing", "layers", "ranks", "rehearse"})
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
 def training_identity(config: SftConfig | RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed run must share with the original one, whatever it trains on.
+    """Return what a resumed run must share with the original one, whatever it trains on.
 
-    With a constant learning rate, length is left out: a finished run may go on with a larger num_steps.
+    With a constant learning rate the length is excluded: a finished run may continue with a larger num_steps.
     """
     name, section = ("rl", config.rl) if isinstance(config, RlConfig) else ("train", config.train)
     free = _FREE_TO_CHANGE | (_LENGTH if config.optim.schedule == "constant" else frozenset())
@@ -151,9 +151,9 @@ def training_identity(config: SftConfig | RlConfig, model: PreTrainedModel) -> d
 
 
 def model_identity(config: SftConfig | RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed run's model must share with the original one.
+    """Return what a resumed run's model must share with the original one.
 
-    Checkpoints of adapters leave the base weights out, so a resumed run could meet others in the same place.
+    Checkpoints of adapters exclude the base weights, so a resumed run might find others in the same place.
     """
     own = config.model
     return {
@@ -167,7 +167,7 @@ def model_identity(config: SftConfig | RlConfig, model: PreTrainedModel) -> dict
 
 
 def section_identity(name: str, section: Config, *, free: frozenset[str] = frozenset()) -> Mapping[str, Scalar]:
-    """The settings of a section by dotted name, except those that may change on resume.
+    """Return the settings of a section by dotted name, except those that may change on resume.
 
     Example: the section `[train]` with seed 3 has "train.seed": 3.
     """
@@ -179,7 +179,7 @@ _PACKAGES = ("treering", "torch", "transformers", "peft", "numpy", "vllm", "vllm
 
 
 def log_start(folder: Path, opened: Opened, model: nn.Module, num_ranks: int) -> None:
-    """Adds a line to `starts.jsonl` in the folder of a run.
+    """Add a line to `starts.jsonl` in the folder of a run.
 
     Raises:
         StateError: the disk is full, or the folder cannot be written.
@@ -204,15 +204,15 @@ _MANY_PARTITIONS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
-    """How long a run is, and by which settings.
+    """Length of a run, and the settings that determine it.
 
     Attributes:
-        section: of the settings, as "train".
-        per_step: the setting of tasks per step, as "trees_per_step".
-        plan: the tasks of each step.
+        section: name of the settings' section, such as "train".
+        per_step: setting of tasks per step, such as "trees_per_step".
+        plan: tasks of each step.
         num_steps: as set; None for no limit.
-        num_epochs: as set; None for no limit. The earlier one ends the run.
-        schedule: of the learning rate.
+        num_epochs: as set; None for no limit. The earlier limit ends the run.
+        schedule: learning-rate schedule.
     """
 
     section: str
@@ -232,7 +232,7 @@ class RunLength:
         return min(limit for limit in limits if limit is not None)
 
     def short_note(self) -> str | None:
-        """Why the run has few steps, and what gives more; None where it has enough, or as many as were asked for."""
+        """Return why the run has few steps and what gives more; None if it has enough, or as many as were set."""
         if self.total >= _FEW_STEPS or self.total == self.num_steps:
             return None
         plan = self.plan
@@ -243,32 +243,32 @@ class RunLength:
         )
 
     def resume_note(self, run_dir: Path, step: int) -> str:
-        """That the run in a folder goes on after a step, or that it is complete and how it can go on.
+        """Return that the run in a folder resumes after a step, or that it is complete and how to continue it.
 
-        Example: "the run in runs/sft is complete after step 60; raise train.num_epochs (now 2) to go on".
+        Example: "the run in runs/sft is complete after step 60; raise train.num_epochs (now 2) to continue".
         """
         if step < self.total:
             return f"resuming the run in {run_dir} after step {step}"
         begin = f"the run in {run_dir} is complete after step {step}"
         if self.schedule == "constant":
-            return f"{begin}; raise {self._ending} to go on"
-        return f'{begin}; its learning rate has ended (schedule = "{self.schedule}"), so go on in another run.dir'
+            return f"{begin}; raise {self._ending} to continue"
+        return f'{begin}; its learning-rate schedule "{self.schedule}" has ended, so continue in another run.dir'
 
     @property
     def in_words(self) -> str:
-        """Example: "1 step of 1 task"."""
+        """Length as text, such as "1 step of 1 task"."""
         size = min(self.plan.trees_per_step, self.plan.num_tasks)
         return f"{plural(self.total, 'step')} of {plural(size, 'task')}"
 
     @property
     def _ending(self) -> str:
-        """The setting that ends the run."""
+        """Setting that ends the run."""
         name, value = ("num_steps", self.num_steps) if self.total == self.num_steps else ("num_epochs", self.num_epochs)
         return f"{self.section}.{name} (now {value})"
 
 
 def run_length(config: SftConfig | RlConfig, num_tasks: int) -> RunLength:
-    """How long a run is; of `sft` once its step size is known."""
+    """Return the length of a run; `sft` needs its step size resolved first."""
     steps: StepsOptions
     if isinstance(config, SftConfig):
         section, per_step, steps = "train", "trees_per_step", config.train
@@ -288,46 +288,46 @@ def run_length(config: SftConfig | RlConfig, num_tasks: int) -> RunLength:
 
 
 def budget_note(setting: str, max_tokens: int | Literal["auto"], longest: int) -> str | None:
-    """A warning where a budget of tokens cuts the longest sequence into very many parts; None elsewhere.
+    """Return a warning if a token budget cuts the longest sequence into very many parts, else None.
 
-    Example: a budget of 1 and a sequence of 4,000 tokens give 4,000 passes for that sequence alone.
+    Example: a budget of 1 and a sequence of 4,000 tokens give 4,000 passes for that sequence.
     """
     if max_tokens == "auto" or max_tokens * _MANY_PARTITIONS >= longest:
         return None
     num_parts = -(-longest // max_tokens)
     return (
         f"warning: {setting} = {max_tokens} cuts the longest sequence, {longest:,} tokens, into {num_parts:,} parts, "
-        f'each a pass of its own, so that steps take very long; {longest:,} hold it whole, and "auto" finds what fits'
+        f'each its own pass, so steps take very long; {longest:,} keeps it whole, "auto" finds what fits'
     )
 
 
 class TurnSource(Protocol):
-    """Data or a task, as far as checkpoints depend on it."""
+    """Parts of the data or task that checkpoints depend on."""
 
     @property
     def tokenizer(self) -> Path | None:
-        """Its folder; None without one."""
+        """Folder of the tokenizer; None without one."""
 
     @property
     def form(self) -> Renderer | None:
-        """How chats become text; None without any."""
+        """Renderer of chats; None without chats."""
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Ids with which turns and texts end."""
+        """Ids that end turns and texts."""
 
 
 @contextmanager
 def owning(folder: Path) -> Iterator[RankGroup]:
-    """Joins the ranks that torchrun started, of which the first one alone holds the folder of the run."""
-    # Bars of a library would flicker through ours.
+    """Join the ranks that torchrun started; only the first holds the run's folder."""
+    # Progress bars of a library would disturb ours.
     transformers_logging.disable_progress_bar()
     with joined(), locked(folder) if is_first() else nullcontext():
         yield all_ranks()
 
 
 def agreed(config: ConfigT, config_dir: Path, group: RankGroup) -> ConfigT:
-    """The configuration as the run began with it, see `as_begun`, alike on all ranks."""
+    """Return the configuration from `as_begun`, the same on all ranks."""
     if group.rank == 0:
         config = as_begun(config, config_dir)
     return group.gather(config)[0]  # type: ignore[no-any-return]
@@ -336,12 +336,12 @@ def agreed(config: ConfigT, config_dir: Path, group: RankGroup) -> ConfigT:
 def checkpoint_store(
     config: SftConfig | RlConfig, model: nn.Module, identity: Identity, source: TurnSource, group: RankGroup
 ) -> CheckpointStore:
-    """The checkpoints of a run, with its tokenizer, its form of turns, a card and, of `train`, the history as hints."""
+    """Return the checkpoints of a run, with its tokenizer, chat form, card and, for `train`, its history as hints."""
     folder, tokenizer, form = config.run.dir, source.tokenizer, source.form
     keeps_best = config.eval.keep_best == "on"
     if keeps_best and "jsonl" not in config.metrics.sinks:
         raise ConfigError(
-            f"eval.keep_best compares the evaluations in {METRICS_FILE}, got metrics.sinks = "
+            f"eval.keep_best reads the evaluations in {METRICS_FILE}, got metrics.sinks = "
             f'{list(config.metrics.sinks)}; add "jsonl"'
         )
     takes_pictures = getattr(getattr(model, "config", None), "vision_config", None) is not None
@@ -379,15 +379,15 @@ class TrainingRun(Generic[ReportT]):
     """A run in its folder: `open` it, `begin` its steps, and `show` them.
 
     Attributes:
-        config: its settings.
+        config: settings of the run.
         loop: new, or in the state of the newest checkpoint once the run is open.
-        checkpoints: where it is saved.
-        num_steps: of the whole run.
+        checkpoints: where the run is saved.
+        num_steps: steps of the whole run.
         console: writes to stderr.
-        unit: what steps are called.
-        opened: whether and where it resumes; set by `open`.
-        evaluation: of held-out data, None without any; set by `begin`.
-        steps: each item trains, logs and saves one step and is its report; set by `begin`.
+        unit: name of a step.
+        opened: whether and where the run resumes; set by `open`.
+        evaluation: evaluation of held-out data, None without any; set by `begin`.
+        steps: trains, logs and saves one step per item, its report; set by `begin`.
         interruption: ends the steps at a signal.
     """
 
@@ -406,7 +406,7 @@ class TrainingRun(Generic[ReportT]):
         self.interruption = Interruption(self.checkpoints.group)
 
     def open(self) -> None:
-        """Open a new run, or load the newest checkpoint; damaged ones are named on the console."""
+        """Open a new run, or load the newest checkpoint; name damaged ones on the console."""
         with printed_warnings(self.console):
             self.opened = open_run(self.config.run.dir, self.loop, self.checkpoints)
         if self.checkpoints.group.rank == 0 and self.opened.step < self.num_steps:
@@ -419,12 +419,12 @@ class TrainingRun(Generic[ReportT]):
                 self.console.print(line, soft_wrap=True)
 
     def announce(self, length: RunLength, model: PreTrainedModel, what: str, num_ranks: int) -> None:
-        """Note the start in the folder of the run, and print what is trained, where, and how far it is.
+        """Note the start in the run's folder; print what is trained, where, and how far the run is.
 
         Args:
-            length: how long it is.
-            model: that is trained.
-            what: "{}" in it stands for the model.
+            length: of the run.
+            model: the trained model.
+            what: text in which "{}" stands for the model.
             num_ranks: processes that train.
         """
         folder, opened = self.config.run.dir, self.opened
@@ -439,7 +439,7 @@ class TrainingRun(Generic[ReportT]):
         )
 
     def metrics(self) -> Metrics:
-        """The sinks of the run; none on ranks after the first."""
+        """Return the sinks of the run; none on ranks after the first."""
         if self.checkpoints.group.rank > 0:
             return Metrics([])
         settings = self.config.model_dump(mode="json")
@@ -452,12 +452,12 @@ class TrainingRun(Generic[ReportT]):
         measure: Measure | None = None,
         on_step: Callable[[ReportT], Mapping[str, float] | None] | None = None,
     ) -> None:
-        """Prepare the steps, each of which trains, logs and saves when its turn comes.
+        """Prepare the steps; each trains, logs and saves when it is consumed.
 
         Args:
-            metrics: of the run, open as long as its steps run.
+            metrics: of the run; must stay open while steps run.
             measure: measures held-out data; None without any.
-            on_step: see `run_steps`.
+            on_step: called with each report; returns further metrics.
         """
         if measure is not None:
             known = self.checkpoints.group.gather(knows_first(self.config.run.dir))[0]
@@ -475,7 +475,7 @@ class TrainingRun(Generic[ReportT]):
         )
 
     def show(self, notes_of: Callable[[ReportT], Sequence[str]] = lambda report: ()) -> list[ReportT]:
-        """Do the steps, show each with the notes on it, and save before a signal ends them."""
+        """Run the steps, show each with its notes, and save before a signal ends them."""
         reports = list[ReportT]()
         display = RunDisplay(
             title=str(self.config.run.dir),
@@ -496,7 +496,7 @@ class TrainingRun(Generic[ReportT]):
 
 
 def parameters_in_words(model: PreTrainedModel) -> str:
-    """How many parameters a model has.
+    """Return how many parameters a model has.
 
     Example: "917,504 parameters", and with adapters "917,504 parameters, 24,576 of them trained".
     """
@@ -506,7 +506,7 @@ def parameters_in_words(model: PreTrainedModel) -> str:
 
 
 def attention_in_words(model: nn.Module, dtype: Any) -> str:
-    """The attention backend of a run and the reason for it.
+    """Return the attention backend of a run and the reason for it.
 
     Example: "attention: segments (auto: the fastest that is exact on CPU, as measured)".
     """

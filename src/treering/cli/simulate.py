@@ -1,4 +1,4 @@
-"""`treering simulate`: its options."""
+"""Options of `treering simulate`."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ _of_cluster = partial(typer.Option, rich_help_panel="Workers and times")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """What is simulated; None for an option that was not given.
+    """Simulation to run; None for an option that was not given.
 
     Example: `SimulateOptions(num_workers=4, num_rollouts=64)` leaves the rest at the defaults.
     """
@@ -25,7 +25,7 @@ class SimulateOptions:
         typer.Argument(
             metavar="[FILE]",
             help='A log, JSON Lines, plain or .gz: {"prompt", "epoch", "length"} and, if known, "step" and '
-            '"prompt_tokens"; or the folder of a `treering train` run; or trajectories with token ids of any format. '
+            '"prompt_tokens"; or the folder of a `treering train` run; or trajectories with token ids in any format. '
             "Without it, rollouts are synthetic.",
         ),
     ] = None
@@ -36,11 +36,14 @@ class SimulateOptions:
     num_rollouts: Annotated[
         int | None,
         typer.Option(
-            "--rollouts", metavar="N", min=1, help="Rollouts of a step: 4096. Of a log without steps: a whole epoch."
+            "--rollouts",
+            metavar="N",
+            min=1,
+            help="Rollouts per step. Default: 4096; an epoch of a log without steps.",
         ),
     ] = None
     num_steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=1, help="Steps: 12. Of a log: the first N instead of all.")
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Steps. Default: 12; all steps for a log.")
     ] = None
     staleness: Annotated[
         int, typer.Option(metavar="N", min=0, help="Most updates between the sampling weights and the trainer's.")
@@ -49,14 +52,14 @@ class SimulateOptions:
         str | None,
         _of_laws(
             metavar="LAW",
-            help="lognormal:MU,SIGMA[,MAX] with the median exp(MU): lognormal:8.2,0.8,16384.",
+            help="lognormal:MU,SIGMA[,MAX], median exp(MU). Default: lognormal:8.2,0.8,16384.",
         ),
     ] = None
     noise: Annotated[
-        float | None, _of_laws(metavar="SIGMA", min=0, help="Error of the log of each prediction: 0.25.")
+        float | None, _of_laws(metavar="SIGMA", min=0, help="Error of each prediction's logarithm. Default: 0.25.")
     ] = None
     num_seeds: Annotated[
-        int | None, _of_laws("--seeds", metavar="N", min=1, help="Report the mean over N seeds, and the worst: 1.")
+        int | None, _of_laws("--seeds", metavar="N", min=1, help="Report mean and worst over N seeds. Default: 1.")
     ] = None
     decode: Annotated[
         str, _of_cluster(metavar="STEP,ROW", help="Milliseconds of a decode step and of each row in it.")
@@ -66,31 +69,31 @@ class SimulateOptions:
         _of_cluster(
             metavar="SHARE",
             min=0,
-            help="Time of an update, as a share of a step's decoding time on all workers at their best batch.",
+            help="Time of an update, as a share of a step's decoding time, all workers at their best batch.",
         ),
     ] = 0.07
     prefill_ms: Annotated[
         float,
-        _of_cluster("--prefill", metavar="MS", min=0, help="Milliseconds of prefill, for a token of a prompt."),
+        _of_cluster("--prefill", metavar="MS", min=0, help="Milliseconds of prefill per prompt token."),
     ] = 0.0
     load_s: Annotated[
-        float, _of_cluster("--load", metavar="SECONDS", min=0, help="Loading new weights into a worker.")
+        float, _of_cluster("--load", metavar="SECONDS", min=0, help="Seconds to load new weights into a worker.")
     ] = 0.0
     json_output: JsonOutput = False
 
 
 @takes(SimulateOptions)
 def simulate(options: SimulateOptions) -> None:
-    """Simulate how long rollouts and training take with each scheduling policy, and what ours would gain.
+    """Simulate how long rollouts and training take under each scheduling policy, and what HistoPipe would gain.
 
-    Time is virtual: continuous batching on every worker, weight loading, training. Three rows say most: `sync` is the
-    plain loop, `fifo` samples a step ahead of training, and `histopipe` also places rollouts by their predicted length.
+    Time is virtual: continuous batching on every worker, weight loading, training. Three rows matter most: `sync` is
+    the plain loop, `fifo` samples a step ahead of training, and `histopipe` also places rollouts by predicted length.
 
     Example: treering simulate runs/train --workers 4 --slots 16 --decode 25,0.1
 
     Example: treering simulate --rollouts 16384 --slots 64
     """
-    # They load numba, which takes a second.
+    # The simulation loads numba, which takes a second.
     from treering.cli.simulation import run
 
     run(options)

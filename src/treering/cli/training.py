@@ -26,10 +26,10 @@ ConfigT = TypeVar("ConfigT", SftConfig, RlConfig)
 
 
 def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
-    """Fine-tunes as the configuration says; the summary goes to stdout, everything else to stderr.
+    """Fine-tune by the configuration; the summary goes to stdout, everything else to stderr.
 
     Raises:
-        ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
+        ConfigError, InputError, StateError, UnsupportedError: bad settings, data or run folder.
     """
     config = _load(SftConfig, config_path, overrides)
 
@@ -43,7 +43,7 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
 
 
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
-    """Trains by reinforcement learning as the configuration says; output and errors as in `run_sft`."""
+    """Train by reinforcement learning by the configuration; output and errors as in `run_sft`."""
     config = _load(RlConfig, config_path, overrides)
     _check_ranks(config)
 
@@ -58,7 +58,7 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
 
 
 def _run(run: RunConfig, json_output: bool, train: Callable[[Console], tuple[Any, Table]]) -> None:
-    """Trains, and prints the summary as JSON or as its table."""
+    """Train, and print the summary as JSON or as a table."""
     with advising(lambda: _how_to_go_on(run)), only_results_on_stdout() as results:
         console = LogConsole(quiet=not is_first())
         with console.telling("importing torch and transformers"), warnings_as_lines(console):
@@ -70,21 +70,21 @@ def _run(run: RunConfig, json_output: bool, train: Callable[[Console], tuple[Any
 
 
 def _load(config_type: type[ConfigT], path: Path, overrides: list[str]) -> ConfigT:
-    """Reads the configuration; refuses a file of the other command as such, and not key by key."""
+    """Read the configuration; report a file of the other command as a whole, not key by key."""
     command, other = ("train", RlConfig) if config_type is SftConfig else ("sft", SftConfig)
     own, theirs = config_type.model_fields.keys(), other.model_fields.keys()
     sections = read_toml(path).keys()
     foreign = [name for name in sections if name in theirs - own]
     if foreign and not sections & (own - theirs):
         raise ConfigError(
-            f"{path} is a file of `treering {command}`, whose sections it has ({', '.join(foreign)}); run treering "
+            f"{path} is a file of `treering {command}`, because it has the sections {', '.join(foreign)}; run treering "
             f"{command} {path}"
         )
     return load(config_type, path, overrides)
 
 
 def _check_ranks(config: RlConfig) -> None:
-    """Refuses settings that start processes beside those of torchrun."""
+    """Refuse settings that start more processes than torchrun's."""
     if num_started() == 1:
         return
     own = {
@@ -94,8 +94,8 @@ def _check_ranks(config: RlConfig) -> None:
     for what, (is_set, instead) in own.items():
         if is_set:
             raise ConfigError(
-                f"under torchrun each rank samples for itself, and {what} processes of its own: set {instead}, or "
-                f"start it without torchrun, which started {num_started()}"
+                f"under torchrun each rank samples for itself, but {what} its own processes: set {instead}, or "
+                f"start without torchrun, which started {num_started()} processes"
             )
 
 

@@ -1,4 +1,4 @@
-"""Runs a training script of TRL with its trainer replaced by the one that shares prefixes."""
+"""Run a TRL training script with its trainer replaced by the one that shares prefixes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,18 +11,18 @@ from treering.errors import ConfigError
 from treering.extras import require
 
 _TRAINERS = {"dpo": "DPOTrainer", "grpo": "GRPOTrainer", "sft": "SFTTrainer"}
-"""Scripts of TRL, with the trainer that each makes."""
+"""TRL's scripts and the trainer that each creates."""
 
 
 @dataclass
 class TreeArguments:
-    """Options beside TRL's; its parser makes them flags, so this is a plain dataclass as its own are."""
+    """Options in addition to TRL's; a plain dataclass like TRL's own, because its parser makes flags of the fields."""
 
-    tree_backend: str = field(default="auto", metadata={"help": "Attention backend of trees; auto takes the fastest."})
+    tree_backend: str = field(default="auto", metadata={"help": "Attention backend of trees; auto picks the fastest."})
     group_batches: bool | None = field(
         default=None,
         metadata={
-            "help": "Keep rollouts of a prompt, or rows of a task, together in micro-batches. Left out: unless "
+            "help": "Keep rollouts of a prompt, or rows of a task, together in micro-batches. Default: yes, unless "
             "gradients of rollouts would change."
         },
     )
@@ -32,10 +32,10 @@ class TreeArguments:
 
 
 def run(arguments: list[str]) -> None:
-    """Trains as TRL's script does.
+    """Train as TRL's script does.
 
     Args:
-        arguments: the script's name, then its own arguments and those of `TreeArguments`.
+        arguments: name of the script, then its own arguments and those of `TreeArguments`.
 
     Raises:
         ConfigError: an unknown script.
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> None:
 
 @contextmanager
 def _sharing(trl: Any, trainer: str, tree: Any) -> Iterator[None]:
-    """Inside, `trl.SFTTrainer` and its kind are those that share prefixes: TRL's scripts look them up when they run."""
+    """Replace `trl.SFTTrainer` or the like by the one that shares prefixes: TRL's scripts look it up when they run."""
     from treering.integrations.trl import trainers
 
     stock = getattr(trl, trainer)

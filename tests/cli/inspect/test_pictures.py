@@ -74,14 +74,14 @@ def test_pictures_their_tokens_and_the_tower_are_counted(call, capsys, file, fol
     assert low < found["pictures"]["flop_bound"] < high
     assert call(str(file), "--tokenizer", str(folder), *SHAPE) == 0
     said = capsys.readouterr().out
-    assert "6 pictures of 3 kinds, of which trees compute 3; they are 36 of its tokens, 18 with sharing" in said
+    assert "6 images, 3 distinct, of which trees compute 3; they take 36 of its tokens, 18 with sharing" in said
 
 
 def test_a_picture_is_shown_as_one_marked_span(call, capsys, file, folder):
     assert call(str(file), "--tokenizer", str(folder), "--show", "3") == 0
     said = capsys.readouterr().out
-    assert said.count("[picture 1: 84x56, 6 tokens, digest ") == 3
-    assert said.count("[picture 2: 84x56, 6 tokens, digest ") == 3
+    assert said.count("[image 1: 84x56, 6 tokens, digest ") == 3
+    assert said.count("[image 2: 84x56, 6 tokens, digest ") == 3
     assert "image_pad" not in said
     assert call(str(file), "--tokenizer", str(folder), "--show", "3", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["trajectories"]
@@ -100,5 +100,5 @@ def test_the_page_shows_small_copies_and_loads_nothing(call, capsys, file, folde
     assert call(str(file), "--tokenizer", str(folder), "--html", str(page)) == 0
     text = page.read_text()
     assert text.count('<img src="data:image/jpeg;base64,') == 6
-    assert np.all([f"[picture {number}: 84x56, 6 tokens" in text for number in (1, 2)])
+    assert np.all([f"[image {number}: 84x56, 6 tokens" in text for number in (1, 2)])
     assert '<img src="http' not in text

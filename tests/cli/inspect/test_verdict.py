@@ -51,7 +51,7 @@ def test_tasks_of_their_own_are_the_reason_for_little_and_a_common_one_is_the_ad
     report = report_of(rendered("a", [*PROMPT, 1], 80, 0), rendered("b", [*PROMPT, 2], 80, 1))
     words = verdict(report, "qwen3-8b")
     assert "at most 1.00x" in words
-    assert "each of its 2 trajectories is a task of its own" in words
+    assert "each of its 2 trajectories is its own task" in words
     assert f"as one task they would give {report.whole_set.flop_bound:.2f}x" in words
     assert next_command([report], "m", has_causes=False) == "treering inspect dir/set.jsonl --tokenizer m --why"
     assert next_command([report], None, has_causes=True) == "treering inspect dir/set.jsonl --drafts"

@@ -116,7 +116,7 @@ def test_without_the_real_data_folder_the_stand_in_is_trained_and_said(folder: P
     assert "no real data here (TREERING_DATA names no folder): training on a generated stand-in instead" in err
     # If the folder exists, a missing file is an error; generated data is used only without the folder.
     (folder / "data").mkdir()
-    with pytest.raises(InputError, match="tokenizer is looked up in"):
+    with pytest.raises(InputError, match="tokenizer is not in"):
         sft(path, "run.dir=out2")
 
 

@@ -1,1 +1,1 @@
-"""`treering inspect`: what trajectory files share, and what drafting from earlier rollouts would save."""
+"""`treering inspect`: report what trajectory files share, and what drafting from earlier rollouts would save."""

@@ -1,4 +1,4 @@
-"""`treering inspect`: what trajectories share, and the best speedup that trees can give."""
+"""Run `treering inspect`: report what trajectories share, and the best speedup that trees can give."""
 
 import json
 import shlex
@@ -22,21 +22,21 @@ from treering.tree.repeats import find_repeats
 from treering.types import DEFAULT_SHAPE, find_shape
 
 _NUM_CAUSES = 10
-"""Places where sharing is lost that `--why` lists."""
+"""Causes of lost sharing that `--why` lists."""
 
 
 def inspect_files(options: InspectOptions) -> list[FileReport]:
-    """Reads, renders and measures trajectory files, with progress on stderr.
+    """Read, render and measure trajectory files, with progress on stderr.
 
     Raises:
         InputError: a bad file, or messages without a tokenizer.
         ConfigError: an unknown model shape.
 
-    Example: a file with `[5, 6, 7]` and `[5, 6, 8]` of one task reports 6 flat tokens, 4 unique ones and sharing 0.33.
+    Example: a file with `[5, 6, 7]` and `[5, 6, 8]` of one task has 6 flat tokens, 4 unique tokens and sharing 0.33.
     """
     name, tokenizer = options.model_shape or DEFAULT_SHAPE, options.tokenizer_dir
     shape = find_shape(name)
-    # Of the same model where a folder is named, else of the one that reads the pictures.
+    # Read the tower of the named model folder, else of the model whose processor reads the images.
     tower = read_tower(Path(name)) or (None if tokenizer is None else read_tower(tokenizer))
     num_causes = _NUM_CAUSES if options.why else 0
     reports: list[FileReport] = []
@@ -50,7 +50,7 @@ def inspect_files(options: InspectOptions) -> list[FileReport]:
 
 
 def run(options: InspectOptions) -> None:
-    """Prints the reports to stdout, as JSON or as tables with a verdict."""
+    """Print the reports to stdout, as JSON or as tables with a verdict."""
     reports, shape = inspect_files(options), options.model_shape or DEFAULT_SHAPE
     if options.json_output:
         print(json.dumps({"files": [asdict(report) for report in reports]}, indent=2, allow_nan=False))
@@ -67,7 +67,7 @@ def run(options: InspectOptions) -> None:
 
 
 def open_files(options: InspectOptions, progress: WorkProgress) -> Iterator[TokenDataset]:
-    """The files in order; says once how messages become text, and what is to know of each file.
+    """Yield the files in order; print once how messages become text, and notes on each file.
 
     Raises:
         InputError: a bad file, or messages without a tokenizer.
@@ -97,7 +97,7 @@ SHAPE_COLUMNS = ("leaves", "forks", "depth", "levels", "segments", "median", "me
 
 
 def summary_table(reports: Sequence[FileReport]) -> Table:
-    """What people ask first; columns of rewards where any file has some."""
+    """Return the main figures, with columns of rewards if any file has rewards."""
     has_rewards = any(report.rewards for report in reports)
     title = "One tree per task: tokens without and with sharing, and the most that training can gain"
     if has_rewards:
@@ -111,7 +111,7 @@ def summary_table(reports: Sequence[FileReport]) -> Table:
 
 
 def detail_tables(reports: Sequence[FileReport], model_shape: str) -> list[Table]:
-    """What sharing gives by each measure, other cuts of the data, and how trees branch."""
+    """Return tables of sharing by each measure, of other cuts of the data, and of branching."""
     gains = _table(f"Sharing, one tree per task; best possible speedups (FLOP bound: {model_shape})", GAIN_COLUMNS)
     cuts = _table("Other cuts: one tree for the whole set; each assistant turn its own sample", CUT_COLUMNS)
     shapes = _table("Branching, one tree per task; segment lengths in tokens", SHAPE_COLUMNS)
@@ -123,19 +123,19 @@ def detail_tables(reports: Sequence[FileReport], model_shape: str) -> list[Table
 
 
 def cause_tables(reports: Sequence[FileReport]) -> list[Table]:
-    """Where sharing is lost; none without `--why`."""
+    """Return the causes of lost sharing; empty without `--why`."""
     return [as_table(stem_of(report), report.unique_tokens, report.why) for report in reports if report.why]
 
 
 def short(count: int) -> str:
-    """A count in at most five characters: 561 as it is, 4,700 as 4.7k, 122,520 as 123k, 2,626,431 as 2.63M."""
+    """Return a count in at most five characters: 561, 4.7k for 4,700, 123k for 122,520, 2.63M for 2,626,431."""
     if count < 1000:
         return str(count)
     return f"{count / 1e3:.3g}k" if count < 999_500 else f"{count / 1e6:.3g}M"
 
 
 def stem_of(report: FileReport) -> str:
-    """The name of a file without its endings."""
+    """Return the name of a file without its extensions."""
     return Path(report.file).name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
 
 
@@ -175,14 +175,14 @@ def _reward_cells(report: FileReport) -> list[str]:
 
 
 WORTH = 1.1
-"""The speedup from which trees pay; steps reach about 0.9 of the bound."""
+"""Speedup from which trees pay off; steps reach about 0.9 of the bound."""
 _NEARLY_ALL = 0.95
 _NUM_COPIES = 5
-"""Copies that are named."""
+"""Copies that are listed."""
 
 
 def verdict(report: FileReport, model_shape: str) -> str:
-    """What trees can gain on a file at most, and why, in a sentence or two; then what its rewards say.
+    """Return what trees can gain on a file at most, and why, in a sentence or two; then a note on its rewards.
 
     Example: two trajectories of 100 tokens that begin with the same 80 share 40% of their tokens.
     """
@@ -192,7 +192,7 @@ def verdict(report: FileReport, model_shape: str) -> str:
 
 
 def training_line(report: FileReport) -> str:
-    """How many tokens are trained, and which rows are copies.
+    """Return how many tokens are trained, and which rows are copies.
 
     Example: "set: 120 of its 400 tokens are trained; 1 of 4 rows is a copy: 3 (of 1)".
     """
@@ -205,25 +205,25 @@ def training_line(report: FileReport) -> str:
 
 
 def picture_line(report: FileReport, model_shape: str) -> str:
-    """How many pictures a file has, and what trees gain with the vision tower counted.
+    """Return how many images a file has, and what trees gain with the vision tower counted.
 
-    Example: 16 rows after the same picture of 256 tokens are 16 pictures, 1 computed.
+    Example: 16 rows with the same image of 256 tokens have 16 images, of which 1 is computed.
     """
     found = report.pictures
     assert found is not None, "the file has pictures"
     counts = (
-        f"{stem_of(report)}: {found.pictures:,} pictures of {found.distinct_in_file:,} kinds, of which trees compute "
-        f"{found.distinct:,}; they are {found.tokens:,} of its tokens, {found.unique_tokens:,} with sharing"
+        f"{stem_of(report)}: {found.pictures:,} images, {found.distinct_in_file:,} distinct, of which trees compute "
+        f"{found.distinct:,}; they take {found.tokens:,} of its tokens, {found.unique_tokens:,} with sharing"
     )
     if found.flop_bound is None:
-        return f"{counts}; the vision tower is not counted, as no config.json beside the tokenizer says its sizes."
+        return f"{counts}; the vision tower is not counted, because no config.json next to the tokenizer has its sizes."
     return (
         f"{counts}. With the vision tower trees can train it at most {found.flop_bound:.2f}x as fast ({model_shape})."
     )
 
 
 def next_command(reports: Sequence[FileReport], tokenizer: str | None, *, has_causes: bool) -> str:
-    """What to run after the reports: a configuration where it pays, else the search for what keeps sharing away.
+    """Return the command to run next: `init` if trees pay off, else the search for what prevents sharing.
 
     Args:
         reports: of the files, in order.
@@ -239,7 +239,7 @@ def next_command(reports: Sequence[FileReport], tokenizer: str | None, *, has_ca
 
 
 def _why_much(report: FileReport) -> str:
-    share = f"{report.sharing:.0%} of its tokens are the beginning of another trajectory of their task too"
+    share = f"{report.sharing:.0%} of its tokens also begin another trajectory of their task"
     if report.prompt_only_bound >= _NEARLY_ALL * report.token_bound:
         return f"{share}, nearly all of them in prompts."
     return f"{share}; sharing prompts alone would give {report.prompt_only_bound:.2f}x by tokens."
@@ -247,8 +247,8 @@ def _why_much(report: FileReport) -> str:
 
 def _why_little(report: FileReport) -> str:
     if report.tasks < report.trajectories:
-        return f"only {report.sharing:.1%} of its tokens are the beginning of another trajectory of their task too."
-    alone = f"each of its {report.trajectories:,} trajectories is a task of its own, and a task is one tree"
+        return f"only {report.sharing:.1%} of its tokens also begin another trajectory of their task."
+    alone = f"each of its {report.trajectories:,} trajectories is its own task, and a task is one tree"
     if report.whole_set.flop_bound < WORTH:
         return f"{alone}."
     return (
@@ -260,10 +260,7 @@ def _why_little(report: FileReport) -> str:
 def _about_rewards(report: FileReport) -> Iterator[str]:
     if report.rewards and report.rewards.equal_groups:
         equal, groups = report.rewards.equal_groups, report.rewards.groups
-        yield (
-            f"In {equal:,} of {groups:,} tasks all rewards are the same, so that advantages relative to the group are "
-            "0 there."
-        )
+        yield (f"In {equal:,} of {groups:,} tasks all rewards are the same, so group-relative advantages are 0 there.")
 
 
 def _model_of(tokenizer: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Replays logged rollouts: how many tokens drafts from earlier ones save."""
+"""Replay logged rollouts: measure how many tokens drafts from earlier rollouts save."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ from treering.report.rollouts import ROLLOUTS_FOLDER
 from treering.report.run import CONFIG_FILE, METRICS_FILE, RunData, by_epoch, read_run
 
 REPLAY_TOKENS = 1 << 18
-"""About how many sampled tokens are replayed without `--max-rollouts`; at worst some 30,000 per second."""
+"""Sampled tokens replayed without `--max-rollouts`, roughly; at worst some 30,000 per second."""
 LOOKS: tuple[Look, ...] = get_args(Look)
 NAMES: dict[Look, str] = {
     "all": "all sources",
@@ -36,20 +36,20 @@ NAMES: dict[Look, str] = {
     "other_prompt": "another prompt's",
     "own": "own text",
 }
-"""Another prompt's history, with the own text, is the control."""
+"""Names of the sources; another prompt's history with the own text is the control."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollouts:
-    """The rollouts of files as an outline, whose tokens are read where they are needed."""
+    """Outline of the rollouts of files; tokens are read when needed."""
 
     outline: Outline
     order: Literal["epochs", "file"]
-    """What orders them."""
+    """Order of the rollouts."""
     datasets: tuple[TokenDataset, ...]
 
     def record(self, chosen: Outline) -> Recorded:
-        """The recording of a part of the outline."""
+        """Return the recording of a part of the outline."""
         bounds = np.cumsum([0, *(dataset.num_rows for dataset in self.datasets)])
 
         def tokens_of(row: int) -> RenderedTrajectory:
@@ -61,7 +61,7 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedDrafts:
-    """What a run logged about the drafts of an epoch, summed over its steps."""
+    """Figures that a run logged about the drafts of an epoch, over all its steps."""
 
     tokens_per_forward: float
     acceptance: float | None
@@ -70,22 +70,22 @@ class LoggedDrafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpochDrafts:
-    """One epoch; in file order, the rollouts with this many earlier ones of their prompt."""
+    """One epoch; in file order, the rollouts with this number of earlier ones of their prompt."""
 
     epoch: int
     num_rollouts: int
     drafted: dict[Look, Drafted]
     run: LoggedDrafts | None
-    """What the run itself logged; None if it did not."""
+    """Figures that the run logged; None if it logged none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftsReport:
-    """A replayed recording."""
+    """Result of replaying a recording."""
 
     source: str
     order: Literal["epochs", "file"]
-    """What counts as earlier: the epochs in the file, or the lines before."""
+    """Whether earlier rollouts are those of earlier epochs, or of earlier lines."""
     num_rollouts: int
     num_recorded: int
     """Rollouts before sampling."""
@@ -97,12 +97,12 @@ class DraftsReport:
     epochs: tuple[EpochDrafts, ...]
 
     def total(self, look: Look, epochs: Iterable[EpochDrafts] | None = None) -> Drafted:
-        """Sums over epochs, by default all of them."""
+        """Sum over epochs, by default over all."""
         parts = [epoch.drafted[look] for epoch in (self.epochs if epochs is None else epochs)]
         return Drafted(**{name: sum(getattr(part, name) for part in parts) for name in Drafted.__slots__})
 
     def speedup(self, drafted: Drafted) -> float:
-        """Predicted speedup of decoding.
+        """Return the predicted speedup of decoding.
 
         Example: 100 tokens in 40 steps with 100 drafted ones at a cost of 0.1 take the time of 50 steps: 2.0.
         """
@@ -110,7 +110,7 @@ class DraftsReport:
 
 
 def run(options: InspectOptions) -> None:
-    """Prints the report to stdout, as JSON or as tables and sentences."""
+    """Print the report to stdout, as JSON or as tables and sentences."""
     report = inspect_drafts(options)
     if options.json_output:
         print(as_json(report))
@@ -119,15 +119,15 @@ def run(options: InspectOptions) -> None:
 
 
 def inspect_drafts(options: InspectOptions) -> DraftsReport:
-    """Reads the rollouts of run folders or trajectory files as one recording and replays them.
+    """Read the rollouts of run folders or trajectory files as one recording, and replay them.
 
-    Without an epoch on every line, file order counts. The drafter has the settings of a run, else its defaults; a
-    `verify_cost` is also its `min_acceptance`.
+    File order counts unless every line has an epoch. The drafter has the settings of the run, else its defaults; a
+    `verify_cost` also sets its `min_acceptance`.
 
     Raises:
         InputError: a folder without rollouts, a bad file, or no sampled token.
 
-    Example: two equal rollouts of 41 tokens of one prompt, with drafts of at most 64 tokens, take 41 steps and a few.
+    Example: two equal rollouts of 41 tokens of one prompt, with drafts of at most 64 tokens, take just over 41 steps.
     """
     folder = options.files[0]
     run = read_run(folder) if (folder / CONFIG_FILE).is_file() else None
@@ -176,7 +176,7 @@ def _chosen(recorded: Outline, max_rollouts: int | None) -> Outline:
 
 
 def _logged(run: RunData | None) -> dict[int, LoggedDrafts]:
-    """What a run has logged of its own drafts, by epoch."""
+    """Return what a run logged about its own drafts, by epoch."""
     rows = [] if run is None else by_epoch(run.rows)
     return {
         int(row["epoch"]): LoggedDrafts(tokens_per_forward=row["tokens_per_forward"], acceptance=row["acceptance"])
@@ -192,20 +192,20 @@ def _num_with_history(recorded: Recorded) -> int:
 
 
 def read_rollouts(options: InspectOptions, progress: WorkProgress) -> Rollouts:
-    """The rollouts of all files as one outline.
+    """Return the rollouts of all files as one outline.
 
-    The n-th rollout of a prompt counts as epoch n if any rollout has no epoch.
+    If any rollout has no epoch, the n-th rollout of a prompt counts as epoch n.
 
     Raises:
-        InputError: a folder without rollouts, a bad file, or no sampled token. A torn last line of a folder's file is
-            left out with a warning.
+        InputError: a folder without rollouts, a bad file, or no sampled token. A torn last line in a run's own file is
+            dropped with a warning.
     """
     files = [(file, file != path) for path in expanded(options.files) for file in rollout_files(path)]
     renderer, count = options.renderer(), progress.counting("reading files", len(files))
     datasets: list[TokenDataset] = []
     for file, is_own in files:
         read = ReadOptions(format=options.format, may_be_torn=is_own)
-        # A run's own files grow, and a cache for each of their states would be no help.
+        # A run's own files grow, so caching each of their states would not help.
         datasets.append(read_file(file, renderer, read, keeps_cache=not options.no_cache and not is_own))
         count(1)
     if form := next((dataset.facts.form for dataset in datasets if dataset.facts.form), None):
@@ -233,27 +233,27 @@ def _sampled(dataset: TokenDataset) -> Iterator[Sampled]:
 
 
 def rollout_files(path: Path) -> list[Path]:
-    """The files of a path: the path itself, also of a dataset's folder, or those of a run or its rollouts folder.
+    """Return the files of a path: the path itself if it is a file or dataset folder, else the run's rollout files.
 
     Raises:
         InputError: a folder without such files.
     """
     if not path.is_dir():
         return [path]
-    # A run's folder may hold tables that were written from it.
+    # A run's folder may also hold tables made from its rollouts.
     for folder in (path / ROLLOUTS_FOLDER, path):
         if files := sorted(folder.glob("epoch-*.jsonl")):
             return files
     if is_dataset_folder(path) or (record_files(path) and not (path / METRICS_FILE).exists()):
         return [path]
     raise InputError(
-        f"a run keeps its rollouts in {ROLLOUTS_FOLDER}/epoch-*.jsonl, and {path} has none; run it with run.rollouts = "
+        f"{path} has no {ROLLOUTS_FOLDER}/epoch-*.jsonl, where a run keeps its rollouts; run it with run.rollouts = "
         '"on", or name trajectory files'
     )
 
 
 def as_json(report: DraftsReport) -> str:
-    """The report as one JSON object; `drafted` sums over the epochs, `later` leaves the first one out."""
+    """Return the report as a JSON object; `drafted` sums over all epochs, `later` over all but the first."""
     later = report.epochs[1:]
 
     def figures(drafted: Drafted) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def as_json(report: DraftsReport) -> str:
 
 
 def show(report: DraftsReport, console: Console) -> None:
-    """Prints the tables, and the assumption of the speedup under them."""
+    """Print the tables, and the assumption behind the speedup."""
     for line in _head(report):
         console.print(line, soft_wrap=True, highlight=False)
     console.print(_source_table(report))
@@ -293,7 +293,7 @@ def _head(report: DraftsReport) -> Iterable[str]:
     earlier = "earlier epochs" if report.order == "epochs" else "the lines before"
     yield (
         f"{report.source}: {report.num_rollouts:,} rollouts of {report.num_prompts:,} prompts replayed; "
-        f"{report.num_with_history:,} have history, which is the prompt's rollouts in {earlier}"
+        f"{report.num_with_history:,} have history: rollouts of their prompt in {earlier}"
     )
     if report.num_rollouts < report.num_recorded:
         yield f"a sample of whole prompts; {report.num_recorded:,} rollouts are recorded (--max-rollouts)"
@@ -341,15 +341,15 @@ def _foot(report: DraftsReport) -> Iterable[str]:
     drafted = report.total("all")
     yield (
         f"The speedup is of decoding. It assumes that verifying a drafted token costs {report.verify_cost:.3g} of a "
-        "row's decoding step (--verify-cost), and that drafting costs nothing."
+        "row's decoding step (--verify-cost), and that drafting is free."
     )
     if drafted.num_drafted:
         most = (drafted.num_tokens - drafted.num_steps) / drafted.num_drafted
-        yield f"These drafts pay while that cost is below {most:.2f}."
+        yield f"These drafts pay off while that cost is below {most:.2f}."
 
 
 def _short(count: int) -> str:
-    """61,200 as it is, 612,345 as 612k."""
+    """Return a count: 61,200 in full, 612,345 as 612k."""
     return f"{count:,}" if count < 100_000 else f"{count / 1e3:,.0f}k"
 
 

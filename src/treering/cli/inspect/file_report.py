@@ -1,4 +1,4 @@
-"""What the trees of a file's trajectories share, which tokens are trained, and what keeps branches apart."""
+"""Measure what the trees of a file's trajectories share, which tokens are trained, and why branches diverge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 COLUMNS = ("row", "other", "position", "reads", "other reads", "places", "tokens", "share", "shift")
 _NUM_TOKENS_SHOWN = 6
 _NUM_MERGED = 20
-"""Places that are looked at for each cause that is shown."""
+"""Places that are examined for each cause shown."""
 _MAX_CHARACTERS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutReport:
-    """Another cut of a file into samples; figures are sums over its trees, bounds are best possible speedups."""
+    """Another cut of a file into samples; counts are sums over its trees, bounds are best possible speedups."""
 
     samples: int
     flat_tokens: int
@@ -65,25 +65,25 @@ class RewardsReport:
     groups: int
     """Tasks with at least two rewards."""
     equal_groups: int
-    """Those whose rewards are all the same: advantages relative to the group are 0 there."""
+    """Tasks whose rewards are all the same, so that group-relative advantages are 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturesReport:
-    """Pictures of a file; figures are sums over tasks."""
+    """Images of a file; figures are sums over tasks."""
 
     pictures: int
-    """Places of all rows."""
+    """Images of all rows, repeats included."""
     distinct: int
-    """Pictures of other pixels, each counted once in each task that has it: a tower computes as many."""
+    """Distinct images per task, summed: the number that a vision tower computes."""
     distinct_in_file: int
     tokens: int
     """Placeholders of all rows, part of the flat tokens."""
     unique_tokens: int
-    """Those of them that trees hold, part of the unique tokens."""
+    """Placeholders in the trees, part of the unique tokens."""
     flop_bound: float | None
-    """As that of the file, with the vision tower, each distinct picture of a task once; None if no config.json says its
-    sizes."""
+    """FLOP bound of the file with the vision tower, each distinct image of a task once; None if no config.json
+    has its sizes."""
 
 
 class _Counts:
@@ -99,7 +99,7 @@ class _Counts:
         self.num_prompt_shared = self.largest_tree = 0
 
     def add(self, rows: npt.NDArray[np.int64]) -> Forest:
-        """Counts a task, whose tree it returns."""
+        """Count a task and return its tree."""
         lengths, prompts = self._dataset.lengths[rows], self._dataset.rows["num_prompt_tokens"][rows]
         forest = self._forest(rows, lengths)
         self.tree += tree_work([forest])
@@ -108,16 +108,16 @@ class _Counts:
         self.num_prompt_shared += self._work(rows, prompts).num_tokens + int((lengths - prompts).sum())
         if self._dataset.pictures:
             self._add_pictures([placed.picture for row in rows for placed in self._dataset.placed(row)], forest)
-        # Samples of one trajectory are prefixes of its last one, so only the last adds tokens to the tree.
+        # Samples of a trajectory are prefixes of its last one, so only the last adds tokens to the tree.
         self._turns_tree += self._work(rows, self._turn_ends[rows])
         return forest
 
     def _work(self, rows: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Work:
-        """Work of the tree of the first tokens of each row."""
+        """Return the work of the tree of each row's first tokens."""
         return flat_work(sizes) if rows.size == 1 else tree_work([self._forest(rows, sizes)])
 
     def _forest(self, rows: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Forest:
-        """The tree of the first tokens of each row; rows without one have no part in it."""
+        """Return the tree of each row's first tokens; rows without any are skipped."""
         dataset, begun = self._dataset, sizes > 0
         has_pictures = dataset.rows["num_pictures"][rows].any()
         numbers, ends = rows[begun].tolist(), sizes[begun].tolist()
@@ -154,53 +154,53 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One place where two trajectories diverge; rows count the trajectories of the file from 1."""
+    """A place where two trajectories diverge; rows count the trajectories of the file from 1."""
 
     row: int
     other_row: int
     same_task: bool
     position: int
-    """The first one where they differ."""
+    """First position where they differ."""
     token: int | None
-    """The token there; None if the trajectory has ended."""
+    """Token of this row there; None if the trajectory has ended."""
     other_token: int | None
     text: str | None
-    """The text of this one from there on; None without a tokenizer."""
+    """Text of this row from there on; None without a tokenizer."""
     other_text: str | None
     places: int
-    """Places that read the same, of which this is the costliest."""
+    """Number of places with the same text; this one is the costliest."""
     tokens: int
-    """Tokens after them (between tasks, before them too) that agree again and are computed twice."""
+    """Tokens after these places (between tasks, also before them) that agree again and are computed twice."""
     shift: int
-    """How many positions later they are in this row."""
+    """Number of positions by which they come later in this row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyReport:
-    """Equal tokens that one tree per task does not share, in runs of at least 16."""
+    """Equal tokens, in runs of at least 16, that one tree per task does not share."""
 
     repeated_tokens: int
     repeated_share: float
     """Share of the distinct tokens."""
     places: int
     causes: tuple[Cause, ...]
-    """The costliest places, most tokens first."""
+    """Costliest places, most tokens first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileReport:
-    """One file with one tree per task; figures are sums over tasks, bounds are best possible speedups."""
+    """One file with one tree per task; counts are sums over tasks, bounds are best possible speedups."""
 
     file: str
     trajectories: int
     rows: int
-    """Sequences: a chat whose template rewrites history has several."""
+    """Sequences; a chat whose template rewrites history has several."""
     tasks: int
     flat_tokens: int
     trained_tokens: int
-    """Of the flat tokens."""
+    """Trained tokens among the flat tokens."""
     copies: tuple[tuple[int, int], ...]
-    """Rows that hold the same as an earlier one, each with the first of these; rows count from 1."""
+    """Rows equal to an earlier row, each with the first such row; rows count from 1."""
     unique_tokens: int
     sharing: float
     token_bound: float
@@ -210,7 +210,7 @@ class FileReport:
     whole_set: CutReport
     """All trajectories in one forest, across tasks."""
     turns: CutReport
-    """Each assistant turn as a sample: the tokens from the start of its trajectory to the end of the turn."""
+    """Each assistant turn as a sample, from the start of its trajectory to the end of the turn."""
     branching: Branching
     longest: int
     """Tokens of the longest sequence."""
@@ -219,11 +219,11 @@ class FileReport:
     largest_id: int
     """The largest token id."""
     rewards: RewardsReport | None
-    """None if no trajectory has one."""
+    """None if no trajectory has a reward."""
     pictures: PicturesReport | None = None
-    """None if it has none."""
+    """None if the file has no images."""
     why: WhyReport | None = None
-    """Where sharing is lost; None without `--why`."""
+    """Causes of lost sharing; None without `--why`."""
 
 
 def measure(
@@ -233,9 +233,9 @@ def measure(
     num_causes: int = 0,
     tower: TowerShape | None = None,
 ) -> FileReport:
-    """The report of a dataset, one tree at a time; the search for causes alone keeps all trees.
+    """Return the report of a dataset, built one tree at a time; only the search for causes keeps all trees.
 
-    `tower` is counted for pictures.
+    `tower` is the vision tower to count for images.
     """
     counts, forests = _Counts(dataset, tower), list[Forest]()
     for task in range(dataset.num_tasks):
@@ -305,12 +305,12 @@ def _rewards(dataset: TokenDataset) -> RewardsReport | None:
 def explain_tasks(
     dataset: TokenDataset, forests: Sequence[Forest], tokenizer_dir: Path | None, num_causes: int
 ) -> WhyReport:
-    """The `num_causes` costliest places of a file, those that read the same as one.
+    """Return the `num_causes` costliest causes in a file; places with the same text count as one cause.
 
     Args:
         dataset: of the file.
         forests: one per task.
-        tokenizer_dir: decodes tokens; None shows ids only.
+        tokenizer_dir: decodes tokens; None shows only ids.
         num_causes: at least 1.
 
     Example: rows `[1, 2, *run]` and `[1, 3, *run]` of one task with a run of 20 tokens have one cause, with 20 tokens.
@@ -349,17 +349,17 @@ def explain_tasks(
 
 
 def as_table(file: str, unique_tokens: int, why: WhyReport) -> Table:
-    """The causes of one file for a terminal; `share` is of the file's unique tokens."""
+    """Return the causes of one file as a table for the terminal; `share` is of the file's unique tokens."""
     title = (
         f"{file}: {plural(why.repeated_tokens, 'unique token')} ({why.repeated_share:.0%}) repeat another trajectory; "
-        f"the costliest of {plural(why.places, 'place')} where two of them part"
+        f"the costliest of {plural(why.places, 'place')} where two trajectories part"
     )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for name in COLUMNS:
         table.add_column(name, justify="left" if "reads" in name else "right", no_wrap="reads" in name)
     for cause in why.causes:
         other = f"{cause.other_row}" if cause.same_task else f"{cause.other_row}, other task"
-        # As `Text`, so that trajectory text is not parsed as markup.
+        # Use `Text`, so that trajectory text is not parsed as markup.
         reads = [Text(_short(cause.text, cause.token)), Text(_short(cause.other_text, cause.other_token))]
         share = f"{cause.tokens / unique_tokens:.1%}"
         table.add_row(

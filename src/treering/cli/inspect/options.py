@@ -1,4 +1,4 @@
-"""The options of `treering inspect` and their help; other files of this folder do the work."""
+"""Options of `treering inspect` and their help; other files of this folder do the work."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +11,21 @@ from treering.data import Renderer, Template
 from treering.errors import ConfigError
 from treering.types import DEFAULT_SHAPE
 
-_SHARING = "What trees save"
-_SHOW = "What is trained"
-_ROLLOUTS = "What rollouts of earlier epochs tell"
+_SHARING = "Sharing in trees"
+_SHOW = "Trained tokens"
+_ROLLOUTS = "Drafts from earlier rollouts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions:
-    """Which files are read, and which of three reports is made of them."""
+    """Files to read, and which of three reports to make."""
 
     files: Annotated[
         list[Path],
         typer.Argument(
             metavar="FILES...",
-            help="Trajectories: JSON Lines, JSON or Parquet files, plain, gzip or zstandard; folders of them, each one "
-            "set; or quoted patterns of such names.",
+            help="Trajectories: JSON Lines, JSON or Parquet files, plain, gzip or zstandard; folders of them, each "
+            "read as one set; or quoted patterns of such names.",
         ),
     ]
     tokenizer: Annotated[
@@ -40,8 +40,8 @@ class InspectOptions:
         typer.Option(
             parser=one_of("auto", "plain", "hf"),
             metavar="auto|plain|hf",
-            help="How messages become text: by the tokenizer's chat template (hf) or the plain form. Default: auto, hf "
-            "where there is a template.",
+            help="How messages become text: by the tokenizer's chat template (hf), or the plain form. Default: auto, "
+            "which is hf if there is a template.",
         ),
     ] = "auto"
     more: Annotated[
@@ -54,7 +54,7 @@ class InspectOptions:
         bool,
         typer.Option(
             "--why",
-            help="Show where trajectories part although what follows is the same.",
+            help="Show where trajectories diverge although the same text follows.",
             rich_help_panel=_SHARING,
         ),
     ] = False
@@ -63,24 +63,26 @@ class InspectOptions:
         typer.Option(
             metavar="N",
             min=1,
-            help="Print the first N trajectories as they will be trained: the text with special tokens, what the loss "
-            "covers, and what is shared.",
+            help="Print the first N trajectories as they will be trained: text with special tokens, which tokens the "
+            "loss covers, and which are shared.",
             rich_help_panel=_SHOW,
         ),
     ] = None
     task: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Print those of one task, all without --show.", rich_help_panel=_SHOW),
+        typer.Option(metavar="ID", help="Print trajectories of one task, all without --show.", rich_help_panel=_SHOW),
     ] = None
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.html", help="Write them to a page instead; 3 of a file.", rich_help_panel=_SHOW),
+        typer.Option(
+            metavar="FILE.html", help="Write them to a page instead; default: 3 a file.", rich_help_panel=_SHOW
+        ),
     ] = None
     drafts: Annotated[
         bool,
         typer.Option(
             "--drafts",
-            help="Replay the rollouts through our drafter instead, and predict the speedup of decoding. Earlier "
+            help="Replay the rollouts through the drafter instead, and predict the speedup of decoding. Earlier "
             "rollouts of a prompt are its history: by epoch if every line has one, else in file order.",
             rich_help_panel=_ROLLOUTS,
         ),
@@ -91,8 +93,8 @@ class InspectOptions:
             metavar="SHARE",
             min=0.001,
             max=1,
-            help="drafts: cost of verifying a drafted token, as a share of a decoding step. Default: that of the "
-            "run's settings, or the drafter's; on CPU try 0.4.",
+            help="drafts: cost of verifying a drafted token, as a share of a decoding step. Default: the run's "
+            "setting, or the drafter's; on CPU try 0.4.",
             rich_help_panel=_ROLLOUTS,
         ),
     ] = None
@@ -101,7 +103,7 @@ class InspectOptions:
         typer.Option(
             metavar="N",
             min=1,
-            help="drafts: a sample of whole prompts with all their rollouts.",
+            help="drafts: replay about N rollouts, a sample of whole prompts.",
             rich_help_panel=_ROLLOUTS,
         ),
     ] = None
@@ -115,30 +117,29 @@ class InspectOptions:
         return self.show is not None or self.task is not None or self.html is not None
 
     def check(self) -> None:
-        """Refuses options of several reports, and those that the chosen one does not read.
+        """Refuse options of several reports, and options that the chosen report does not use.
 
         Raises:
             ConfigError: names them.
         """
         if (self.why or self.more) + self.drafts + self.shows > 1:
             raise ConfigError(
-                "--why with --more, --show with --task and --html, and --drafts are three reports; ask for one of them "
-                "at a time"
+                "--why with --more, --show with --task and --html, and --drafts are three reports; ask for one"
             )
         if (self.drafts or self.shows) and self.model_shape is not None:
-            raise ConfigError("FLOPs are counted for what trees save; leave --model-shape out, or the other report")
+            raise ConfigError("--model-shape is for the report on sharing; remove it, or the other report's options")
         if self.verify_cost is not None and not self.drafts:
-            raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
+            raise ConfigError("--verify-cost needs --drafts; add --drafts, or remove it")
         if self.max_rollouts is not None and not self.drafts:
-            raise ConfigError("--max-rollouts limits a replay; add --drafts, or leave it out")
+            raise ConfigError("--max-rollouts needs --drafts; add --drafts, or remove it")
 
     @property
     def tokenizer_dir(self) -> Path | None:
-        """The folder of the tokenizer, that of a hub id too."""
+        """Folder of the tokenizer, also for a hub id."""
         from treering.cli.hub import tokenizer_folder
 
         return None if self.tokenizer is None else tokenizer_folder(self.tokenizer)
 
     def renderer(self) -> Renderer:
-        """Makes tokens and masks of the records."""
+        """Return the renderer that turns records into tokens and masks."""
         return Renderer(tokenizer=self.tokenizer_dir, template=self.template)

@@ -1,4 +1,4 @@
-"""Prints trajectories with the tokens that are trained, or writes them to a page."""
+"""Print trajectories with the tokens that are trained, or write them to a page."""
 
 import json
 from collections.abc import Sequence
@@ -29,37 +29,37 @@ from treering.types import TokenIds
 NUM_SHOWN = 3
 """Trajectories of a file without `--show`."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How SentencePiece writes a space before a word."""
+"""SentencePiece's mark for a space before a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanPicture:
-    """The picture of a span."""
+    """Image of a span."""
 
     number: int
-    """In its trajectory, from 1."""
+    """Number in its trajectory, from 1."""
     width: int
     """Pixels of the file, upright."""
     height: int
     digest: str
-    """Hexadecimal; equal pictures have equal ones."""
+    """Hexadecimal digest; equal images have equal digests."""
     thumbnail: str | None
-    """A small copy as a data URI, for a page."""
+    """Small copy as a data URI, for a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Successive tokens of one fate."""
+    """Successive tokens that are treated alike."""
 
     text: str
-    """What they decode to, special tokens too; the ids without a tokenizer; of a picture, what it is in brackets."""
+    """Decoded text with special tokens; ids without a tokenizer; a description in brackets for an image."""
     num_tokens: int
     trained: bool
     """Whether the loss covers them."""
     shared: bool
-    """Whether another trajectory of the task begins with them too, so that they are computed once for both."""
+    """Whether another trajectory of the task also begins with them, so that they are computed once for both."""
     special: bool
-    """Whether they are tokens that no text makes, such as the markers of turns."""
+    """Whether they are tokens that no text produces, such as turn markers."""
     picture: SpanPicture | None = None
 
 
@@ -69,17 +69,16 @@ class ShownTrajectory:
 
     file: str
     row: int
-    """Of the trajectory in its file, from 1."""
+    """Row of the trajectory in its file, from 1."""
     task_id: TaskId
     reward: float | None
     num_tokens: int
     num_trained: int
     num_shared: int
-    """First tokens that another sequence of the task has too."""
+    """Leading tokens that another sequence of the task shares."""
     num_in_task: int
-    """Sequences of its task."""
+    """Number of sequences in its task."""
     spans: tuple[Span, ...]
-    """In order."""
 
 
 def shown_trajectories(
@@ -90,26 +89,26 @@ def shown_trajectories(
     task: str | None = None,
     max_thumbnails: int = 0,
 ) -> list[ShownTrajectory]:
-    """The first trajectories of a file, or of one of its tasks, as they will be trained.
+    """Return the first trajectories of a file, or of one of its tasks, as they will be trained.
 
     Args:
         dataset: of the file.
-        tokenizer: decodes them; None shows ids.
-        num_shown: how many trajectories; None is `NUM_SHOWN`, or all of the task.
-        task: its id as text; None is any.
-        max_thumbnails: how many pictures have a small copy, the first ones.
+        tokenizer: decodes tokens; None shows ids.
+        num_shown: number of trajectories; None: `NUM_SHOWN`, or all of the task.
+        task: id of the task as text; None: any.
+        max_thumbnails: number of images, from the first, that get a small copy.
 
     Raises:
         InputError: no such task.
 
-    Example: tokens `[5, 6, 7]` with mask `[0, 1, 1]` and the only other one of the task, `[5, 6, 8]`, are the spans
-    "5", shared; "6", shared and trained; "7", trained.
+    Example: tokens `[5, 6, 7]` with mask `[0, 1, 1]`, next to `[5, 6, 8]` in the same task, are the spans "5", shared;
+    "6", shared and trained; "7", trained.
     """
     file = dataset.facts.source
     numbers = [i for i, one in enumerate(dataset.task_ids) if task is None or str(one) == task]
     if not numbers:
         raise InputError(f"{file} has no task {task!r}; its first ones are {_first_tasks(dataset.task_ids)}")
-    # Places of trajectories, in file order; one that is several sequences is one.
+    # Places of trajectories, in file order; a trajectory of several sequences counts once.
     indices = np.unique(np.concatenate([dataset.rows["index"][dataset.rows_of(number)] for number in numbers]))
     chosen = indices[: num_shown or (NUM_SHOWN if task is None else None)]
     rows = np.flatnonzero(np.isin(dataset.rows["index"], chosen)).tolist()
@@ -125,7 +124,7 @@ def shown_trajectories(
 
 
 class _Texts:
-    """Decodes tokens, and says which of them are special."""
+    """Decodes tokens, and knows which of them are special."""
 
     def __init__(self, folder: Path | None) -> None:
         self._tokenizer: Any = None if folder is None else open_tokenizer(folder)
@@ -140,13 +139,13 @@ class _Texts:
             ids = " ".join(map(str, tokens.tolist()))
             return ids if is_first else f" {ids}"
         text = str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
-        # Such tokenizers drop the space before the first word of what they decode.
+        # Such tokenizers drop the space before the first decoded word.
         begins_word = str(self._tokenizer.id_to_token(int(tokens[0])) or "").startswith(_SPACE)
         return f" {text}" if begins_word and not is_first and not text.startswith(" ") else text
 
 
 class _Thumbnails:
-    """Small copies of the first distinct pictures."""
+    """Small copies of the first distinct images."""
 
     def __init__(self, max_count: int) -> None:
         self._made: dict[bytes, str] = {}
@@ -200,7 +199,7 @@ def _shown(
 
 
 def _places(one: RenderedTrajectory) -> npt.NDArray[np.int64]:
-    """The number of the picture at each token, from 1; 0 at text."""
+    """Return the number of the image at each token, from 1; 0 for text."""
     places = np.zeros(one.tokens.size, np.int64)
     for number, placed in enumerate(one.pictures, start=1):
         places[placed.start : placed.stop] = number
@@ -212,7 +211,7 @@ def _picture_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails,
     assert isinstance(picture, StoredPicture), "a file has encoded pictures"
     (width, height), digest = picture.size, picture.digest.hex()
     return Span(
-        text=f"[picture {number}: {width}x{height}, {picture.num_tokens} tokens, digest {digest[:8]}…]",
+        text=f"[image {number}: {width}x{height}, {picture.num_tokens} tokens, digest {digest[:8]}…]",
         num_tokens=picture.num_tokens,
         trained=False,
         shared=shared,
@@ -227,20 +226,20 @@ def _first_tasks(task_ids: Sequence[TaskId]) -> str:
 
 
 MAX_THUMBNAILS = 100
-"""Pictures of a file that a page shows; others are named."""
+"""Images of a file that a page shows; others are only named."""
 OPEN, CLOSE = "\u27e6", "\u27e7"
-"""Around what is trained, where there are no colours."""
+"""Marks around trained text, where there are no colours."""
 _STYLES = {"trained": "green", "context": "dim", "special": "bold"}
-# Text of a file must not steer the terminal: control characters are shown by their pictures, and those that have none.
+# Text of a file must not steer the terminal: show control characters as symbols, or as U+FFFD if they have none.
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
 _PICTURES |= dict.fromkeys(range(128, 160), "�") | {0x7F: "\u2421"}
 
 
 def run(options: InspectOptions) -> None:
-    """Prints the first trajectories of each file to stdout, as text or JSON, and writes them to a page if it is named.
+    """Print the first trajectories of each file to stdout, as text or JSON, or write them to a page.
 
     Raises:
-        InputError: see `shown_trajectories`; a page whose folder does not exist.
+        InputError: an unknown task, or a page in a folder that does not exist.
     """
     page = options.html
     if page is not None and not page.absolute().parent.is_dir():
@@ -266,7 +265,7 @@ def run(options: InspectOptions) -> None:
 
 
 def show(shown: Sequence[ShownTrajectory], console: Console) -> None:
-    """Prints a legend, and each trajectory under its heading."""
+    """Print a legend, and each trajectory under its heading."""
     has_colours = console.color_system is not None and not console.no_color
     console.print(_legend(has_colours), soft_wrap=True)
     for one in shown:
@@ -276,7 +275,7 @@ def show(shown: Sequence[ShownTrajectory], console: Console) -> None:
 
 
 def heading(one: ShownTrajectory) -> str:
-    """What a trajectory is, in a line.
+    """Return a line that describes a trajectory.
 
     Example: "a.jsonl row 1, task 7: reward 1; 523 tokens, 120 trained; the first 412 shared in a task of 8".
     """
@@ -287,7 +286,7 @@ def heading(one: ShownTrajectory) -> str:
 
 
 def as_text(one: ShownTrajectory, *, has_colours: bool) -> Text:
-    """The whole text of a trajectory, with colours or with marks, and a mark where the shared tokens end."""
+    """Return the whole text of a trajectory, with colours or marks, and a mark where the shared tokens end."""
     text, num_shared, was_trained = Text(), one.num_shared, False
     for span in one.spans:
         if was_trained and not span.trained and not has_colours:
@@ -305,7 +304,7 @@ def as_text(one: ShownTrajectory, *, has_colours: bool) -> Text:
 
 
 def printable(text: str) -> str:
-    """A text whose control characters, tabs and line breaks left out, are shown instead of obeyed.
+    """Return a text with its control characters, except tabs and line breaks, made visible.
 
     Example: the escape character becomes U+241B.
     """
