@@ -58,7 +58,7 @@ def test_overlong_sequences_are_named_dropped_or_cut_and_counted(folder: Path) -
 def test_a_cut_sequence_is_a_prefix_with_its_own_mask_and_trains_no_other_end(folder: Path, limit: int) -> None:
     whole = read(folder).tasks
     if limit < 3:
-        with pytest.raises(InputError, match="training needs a trained token, and 4 tasks have none"):
+        with pytest.raises(InputError, match="training needs a trained token, but 4 tasks have none"):
             read(folder, f"data.max_length={limit}", 'data.overlong="cut"')
         return
     for task in read(folder, f"data.max_length={limit}", 'data.overlong="cut"').tasks:
@@ -126,5 +126,5 @@ def test_files_of_other_data_are_not_said(folder: Path) -> None:
 
 def test_a_set_without_a_trained_token_is_refused(folder: Path) -> None:
     write(folder / "a.jsonl", row(0, 4, loss_mask=[0, 0, 0, 0]), row(1, 1, loss_mask=[1]))
-    with pytest.raises(InputError, match="training needs a trained token, and 2 tasks have none"):
+    with pytest.raises(InputError, match="training needs a trained token, but 2 tasks have none"):
         read(folder)

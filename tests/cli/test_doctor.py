@@ -53,7 +53,7 @@ def test_a_finished_run_is_whole(folder: Path) -> None:
     assert found["checkpoints"] == ["step-000004", "step-000003"]
     words = {file["name"]: file["words"] for file in found["files"]}
     assert words["metrics.jsonl"] == "4 lines of steps 1 to 4"
-    assert words["checkpoints/step-000003"] == "step 3, checksums right"
+    assert words["checkpoints/step-000003"] == "step 3, checksums match"
 
 
 def test_checking_changes_no_byte(folder: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_run_is_found(folder: Path) -> None:
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds run\.json or checkpoints/"):
+    with pytest.raises(InputError, match=r"neither run\.json nor checkpoints/"):
         check_run(tmp_path)
 
 

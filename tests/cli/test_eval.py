@@ -90,8 +90,8 @@ def test_a_model_is_evaluated_on_a_file(commands: Commands, evaluate: Any) -> No
     found = evaluate("out/checkpoints/step-000001", "--file", "test.jsonl", "model.device=cpu")
     # The run trains on generated ids; a file of ids works too.
     assert found["eval/loss"] > 0
-    assert "which says nothing of held-out data" in evaluate("out/checkpoints/step-000001")
-    assert "no [eval] that names held-out data" in evaluate("out")
+    assert "which has no held-out data" in evaluate("out/checkpoints/step-000001")
+    assert "has no held-out data in [eval]" in evaluate("out")
     assert "--step names a checkpoint of a run" in evaluate("out/checkpoints/step-000001", "--step", "1")
 
 

@@ -128,7 +128,7 @@ def test_nothing_is_overwritten_and_paths_hold_where_another_folder_is_named(fol
 
 @pytest.mark.parametrize(
     ("tokens", "mask", "part"),
-    [([1, 32], [0, 1], "token ids up to 32, and model knows 32"), ([1, 2], [0, 0], "no trained token")],
+    [([1, 32], [0, 1], "token ids up to 32, but model takes 32"), ([1, 2], [0, 0], "no trained token")],
 )
 def test_data_that_could_not_be_trained_is_refused_before_anything_is_written(
     folder, monkeypatch, capsys, tokens, mask, part
@@ -143,7 +143,7 @@ def test_data_that_could_not_be_trained_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("options", "part"),
-    [(["--rl", "--format", "trl"], "--rl reads prompts, got trl"), (["--reward", "a:b"], "without --rl")],
+    [(["--rl", "--format", "trl"], "--rl reads prompts, got trl"), (["--reward", "a:b"], "this reads trajectories")],
 )
 def test_options_of_the_other_kind_of_file_are_refused(folder, monkeypatch, capsys, options, part):
     write_set(folder / "traces.jsonl", 1)

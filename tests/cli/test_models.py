@@ -78,8 +78,8 @@ def test_a_whole_folder_gives_its_own_weights(tmp_path: Path, tied: bool, form: 
 def test_a_missing_weight_is_named_and_never_random(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = edit_weights(save_model(tmp_path / "m"), lambda weights: weights.pop(UP))
     capfd.readouterr()
-    assert f"{folder} holds the weights of a Qwen3ForCausalLM" in (message := refusal(folder))
-    assert f"and {UP} is missing; correct config.json" in message
+    assert f"{folder} does not match the Qwen3ForCausalLM" in (message := refusal(folder))
+    assert f": {UP} is missing; correct config.json" in message
     assert "MISSING" not in capfd.readouterr().err
     untied = edit_weights(save_model(tmp_path / "untied", tied=False), lambda weights: weights.pop("lm_head.weight"))
     assert "lm_head.weight is missing; correct" in refusal(untied)
@@ -87,9 +87,9 @@ def test_a_missing_weight_is_named_and_never_random(tmp_path: Path, capfd: pytes
 
 def test_weights_that_the_configuration_does_not_describe_are_named(tmp_path: Path) -> None:
     extra = edit_weights(save_model(tmp_path / "a"), lambda weights: weights.update(odd=torch.zeros(2)))
-    assert "and odd is none of them; correct config.json" in refusal(extra)
+    assert "odd does not belong to it; correct config.json" in refusal(extra)
     more = edit_config(save_model(tmp_path / "b"), num_hidden_layers=1, layer_types=["full_attention"])
-    assert "model.layers.1.input_layernorm.weight is none of them, and 10 more do not fit;" in refusal(more)
+    assert "model.layers.1.input_layernorm.weight does not belong to it, and 10 more do not fit;" in refusal(more)
     shape = edit_weights(save_model(tmp_path / "c"), lambda weights: weights.update({UP: torch.zeros(3, 16)}))
     assert f"{UP} is [3, 16] instead of [16, 16]; correct" in refusal(shape)
 
@@ -97,16 +97,16 @@ def test_weights_that_the_configuration_does_not_describe_are_named(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model.safetensors", b"", "model.safetensors is cut or no safetensors file"),
+        ("model.safetensors", b"", "model.safetensors is cut or not a safetensors file"),
         ("model.safetensors", POINTER.encode(), "model.safetensors is a Git LFS pointer .* `git lfs pull`"),
-        ("model.safetensors", None, "model.safetensors or in numbered parts with an index, and .* has neither; fetch"),
-        ("config.json", None, "holds config.json, and .* has none; correct model.path"),
+        ("model.safetensors", None, "neither model.safetensors nor numbered parts with an index; fetch"),
+        ("config.json", None, "has no config.json, so .*; correct model.path"),
         ("config.json", b"{", r"config.json is a JSON object, and this one cannot be read \(Exp.*fetch it again"),
         ("config.json", b"\xff{}", "config.json is a JSON object, and this one cannot be read"),
         ("config.json", b"[1]", "config.json is a JSON object, got list"),
         ("config.json", POINTER.encode(), "config.json is a Git LFS pointer"),
-        ("config.json", b"{}", "names its model_type, and this one does not"),
-        ("config.json", b'{"model_type": "zzz"}', "cannot be loaded .*`zzz`.*; correct the path"),
+        ("config.json", b"{}", "has no model_type; correct"),
+        ("config.json", b'{"model_type": "zzz"}', "cannot be loaded .*`zzz`.*; correct model.path"),
         ("config.json", b'{"model_type": "qwen3", "hidden_size": "x"}', "cannot be loaded .*hidden_size"),
     ],
 )
@@ -128,11 +128,11 @@ def test_a_cut_file_is_named_whether_it_is_the_only_one_or_a_part(tmp_path: Path
     ):
         (file,) = folder.glob(name)
         file.write_bytes(file.read_bytes()[:-10])
-        assert f"{file} is cut or no safetensors file" in refusal(folder)
+        assert f"{file} is cut or not a safetensors file" in refusal(folder)
     file.unlink()
-    assert f"{file} is named by the index of its folder and missing" in refusal(folder)
+    assert f"{file} is missing, but its folder's index names it" in refusal(folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
-    assert "an index names the file of each weight" in refusal(folder)
+    assert "has no weight_map with the file of each weight" in refusal(folder)
 
 
 def test_a_pickle_of_weights_runs_no_code(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_a_quantized_folder_without_its_package_is_refused(tmp_path: Path) -> No
 
 def test_other_folders_are_named_for_what_they_are(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert f"{tmp_path} holds an adapter and no config.json; merge it" in refusal(tmp_path)
-    assert "is no folder; correct it" in refusal(tmp_path / "adapter_config.json")
+    assert f"{tmp_path} has an adapter but no config.json; merge it" in refusal(tmp_path)
+    assert "is not a folder" in refusal(tmp_path / "adapter_config.json")
 
 
 CODE = """
@@ -179,7 +179,7 @@ def test_code_of_a_model_folder_never_runs_whatever_stdin_answers(
     (folder / "code.py").write_text(CODE.format(marker=str(marker)))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     if model_type == "own":
-        with pytest.raises(InputError, match="brings Python code of its own, which is never run"):
+        with pytest.raises(InputError, match="brings its own Python code, which is never run"):
             build(folder) if role == "model" else load_teacher(folder, ModelConfig(device="cpu"), tokenizer=None)
     else:
         assert type(build(folder)).__name__ == "Qwen3ForCausalLM"
@@ -261,9 +261,9 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_or_named_and_padding_is_n
     assert note is not None
     assert note.startswith(f"warning: {own} has {num_ids} tokens for the model's 5,000")
     for ids in ({"eos_token_id": 4000}, {"eos_token_id": [0, 4000]}, {"bos_token_id": 4000}):
-        with pytest.raises(InputError, match=rf"{next(iter(ids))} of the model is 4000, and .* none with"):
+        with pytest.raises(InputError, match=rf"{next(iter(ids))} of the model is 4000, but .* no token with"):
             tokenizer_note(model(5000, **ids), bare, own)
-    with pytest.raises(InputError, match=r"token '<\|endoftext\|>' is 0 in .*own and 1 in .*other \(1 differ\)"):
+    with pytest.raises(InputError, match=r"token '<\|endoftext\|>' is 0 in .*own but 1 in .*other \(1 differ\)"):
         tokenizer_note(model(padded), own, other)
 
 

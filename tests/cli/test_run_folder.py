@@ -116,7 +116,7 @@ def test_a_second_process_in_a_run_folder_is_refused_until_the_first_is_dead(com
         for command in ("sft", "train"):
             line = commands.refused(command)
             assert f"process {holder.pid}, which started it at " in line
-            assert "trains in out; wait for it" in line
+            assert "trains in out, and a run folder takes one process at a time" in line
         assert sorted(path.name for path in (commands.folder / "out").iterdir()) == ["run.lock"]
         holder.send_signal(signal.SIGKILL)
         holder.wait(30)

@@ -106,11 +106,11 @@ def test_a_log_is_replayed_with_predictions_of_its_own_past(log, capsys):
     ("changes", "message"),
     [
         ({"lengths": "normal:1,2"}, "a law of lengths must be lognormal:MU,SIGMA"),
-        ({"decode": "20"}, "--decode is STEP,ROW"),
-        ({"decode": "20,x"}, "--decode is STEP,ROW"),
+        ({"decode": "20"}, "--decode must be STEP,ROW"),
+        ({"decode": "20,x"}, "--decode must be STEP,ROW"),
         ({"decode": "0,1"}, "a decode step must take time"),
         ({"decode": "5,-1"}, "a decode step must take time"),
-        ({"training": float("inf")}, "--training is a share of a time"),
+        ({"training": float("inf")}, "--training must be a share"),
         ({"load_s": -1.0}, "load_s must be seconds"),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_makes_no_case_is_refused(changes, message):
     ],
 )
 def test_a_log_takes_no_options_of_made_up_rollouts(log, flag, made_up):
-    with pytest.raises(ConfigError, match=f"FILE has its own rollouts, and --{flag} makes"):
+    with pytest.raises(ConfigError, match=f"FILE has its own rollouts, but --{flag} generates"):
         make_cases(SimulateOptions(file=log, **made_up))
 
 

@@ -105,7 +105,7 @@ VICUNA = (
 def test_turns_that_end_with_ordinary_text_are_named_as_such(folder: Path, sft: Call) -> None:
     save_base(folder / "base", VICUNA)
     _, err = fitted(folder, sft, [{"messages": CHAT}], "train.num_steps=1")
-    assert "warning: chats end their turns with ordinary text, after which `generate` goes on" in err
+    assert "warning: chats end turns with ordinary text, where `generate` does not stop" in err
     assert "turns end with" not in err
 
 

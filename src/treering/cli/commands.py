@@ -1,4 +1,4 @@
-"""The subcommands with their arguments and help.
+"""Declare the subcommands with their arguments and help.
 
 Each one imports its own module when it runs, so `treering --help` is quick and loads no torch.
 """
@@ -29,7 +29,7 @@ app = typer.Typer(
     best, and with `--drafts` how much faster rollouts can decode. `treering init FILE --model MODEL` writes a
     configuration for them. Then `treering sft CONFIG` trains on them, and `treering train CONFIG` trains a policy by
     reinforcement learning. `treering demo` compares both with plain training
-    on a small model in a few minutes, and `treering simulate` says what scheduling rollouts by length would gain.
+    on a small model in a few minutes, and `treering simulate` predicts what scheduling rollouts by length would gain.
     `treering doctor` checks the installation or a run.
     """,
     epilog="From Python: `import treering`, then `help(treering.Forest)` and `help(treering.backward)`.",
@@ -63,7 +63,7 @@ def _options(
 def inspect(options: InspectOptions) -> None:
     """Measure what trajectories share, and the best speedup that training them as trees can give.
 
-    Tokens are kept in a cache, so that the next command on the same files begins at once; see `treering cache`.
+    Tokens are cached, so that the next command on the same files starts at once; see `treering cache`.
 
     Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3
 
@@ -134,7 +134,7 @@ def evaluate(options: EvalOptions) -> None:
 @app.command()
 @takes(ServeOptions)
 def serve(options: ServeOptions) -> None:
-    """Serve a model over HTTP: token ids in and out as vLLM's server, and OpenAI's completions and chats.
+    """Serve a model over HTTP: token ids in and out as vLLM's server does, and OpenAI's completions and chats.
 
     Example: treering serve runs/train --history runs/train/history
 
@@ -153,12 +153,12 @@ def serve(options: ServeOptions) -> None:
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="New or empty folder for both runs; without it runs/demo, runs/demo-2, ..."),
+        typer.Option(metavar="DIR", help="New or empty folder for both runs. Default: runs/demo, runs/demo-2, ..."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, prompts, their order and the noise.")] = 0,
     real: Annotated[
         bool,
-        typer.Option("--real", help="Train SmolLM2-135M-Instruct, see `treering fetch`; a quarter of an hour."),
+        typer.Option("--real", help="Train SmolLM2-135M-Instruct (see `treering fetch`); takes a quarter of an hour."),
     ] = False,
     json_output: JsonOutput = False,
 ) -> None:
@@ -196,27 +196,30 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Folder of a run of `train` or `sft`, or of a demo; several are compared.",
+            help="Folder of a `train` or `sft` run, or of a demo; several are compared.",
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.html", help="The page; else report.html in the folder, or comparison.html here."),
+        typer.Option(
+            metavar="FILE.html", help="Page to write. Default: report.html in the folder, or comparison.html."
+        ),
     ] = None,
     open_page: Annotated[
-        bool, typer.Option("--open", help="Show the page in the browser; of a run that trains it follows the run.")
+        bool, typer.Option("--open", help="Show the page in the browser; the page follows a training run.")
     ] = False,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Write the page again while the run trains.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Rewrite the page while the run trains.")] = False,
     rollouts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.parquet", help="Write all rollouts as a table too; needs treering[datasets]."),
+        typer.Option(metavar="FILE.parquet", help="Also write all rollouts as a table; needs treering[datasets]."),
     ] = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Make one HTML page of a run: its figures, one forest, and where the tokens of a rollout came from.
 
-    The page holds everything and loads nothing from a network. A run that is running, was killed or is damaged has one
-    too, which says what is missing. Of several runs it has their curves in common charts and a table of final figures.
+    The page is one file and loads nothing from a network. A run that is running, was killed or is damaged also gets a
+    page, which names what is missing. The page of several runs has their curves in common charts and their final
+    figures in a table.
 
     Example: treering report runs/demo --open
 
@@ -236,17 +239,17 @@ def trl(
     context: typer.Context,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="{grpo,sft,dpo} [TRL'S OPTIONS]", help="A script of TRL, and its own options."),
+        typer.Argument(metavar="{grpo,sft,dpo} [TRL'S OPTIONS]", help="A script of TRL and its options."),
     ] = None,
 ) -> None:
-    """Train with TRL's own command line, every shared prefix computed once.
+    """Train with TRL's own command line, computing every shared prefix once.
 
     Example: treering trl sft --model_name_or_path models/qwen3 --dataset_name my/data --output_dir runs/sft
 
     Example: treering trl grpo --help
 
-    Beside TRL's options: --tree_backend, --group_batches, --verify_first. On several devices: torchrun --no-python
-    --nproc-per-node 2 treering trl sft ...
+    In addition to TRL's options: --tree_backend, --group_batches, --verify_first. On several devices: torchrun
+    --no-python --nproc-per-node 2 treering trl sft ...
     """
     if not arguments or arguments[0] in ("--help", "-h"):
         print(context.get_help())

@@ -1,4 +1,4 @@
-"""Loads the data of `treering sft`: the configured files as tokens and masks, or a generated stand-in. No torch."""
+"""Load the data of `treering sft`: the configured files as tokens and masks, or a generated stand-in. No torch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -41,31 +41,31 @@ class Corpus:
     num_ids: int
     """Vocabulary that the model needs: the tokenizer's, or one more than the largest id."""
     source: Literal["files", "generated"]
-    """Where the tasks came from."""
+    """Origin of the tasks."""
     notes: tuple[str, ...]
-    """Sentences for the user about the data."""
+    """Notes for the user about the data."""
     tokenizer: Path | None
     """Folder of the tokenizer that made the ids; None without one."""
     form: Renderer | None = None
-    """How chats have become text; None without any."""
+    """Renderer of chats; None without chats."""
     stop_tokens: tuple[int, ...] = ()
-    """Ids with which turns and texts end."""
+    """Ids that end turns and texts."""
     datasets: tuple[TokenDataset, ...] = ()
-    """What the tasks are views of."""
+    """Datasets of which the tasks are views."""
 
     def release(self) -> None:
-        """Gives the memory of the tokens that were read back; where they are needed they are read again."""
+        """Release the memory of tokens read so far; they are read again when needed."""
         for dataset in self.datasets:
             dataset.release()
 
     @property
     def has_pictures(self) -> bool:
-        """Whether any sequence has one."""
+        """Whether any sequence has an image."""
         return any(task.pictures for task in self.tasks)
 
     @property
     def digests(self) -> dict[str, str]:
-        """SHA-256 over every token, mask and picture of each file: equal for equal training data only."""
+        """SHA-256 of every token, mask and image by file; equal only for equal training data."""
         totals: dict[str, Any] = {}
         num_read = 0
         for task in self.tasks:
@@ -91,13 +91,13 @@ def load_corpus(
     model: Path | None = None,
     on_build: OnFile | None = None,
 ) -> Corpus:
-    """Reads and renders the configured tasks, or generates the stand-in.
+    """Read and render the configured tasks, or generate the stand-in.
 
     Args:
         config: the [data] section.
         config_dir: folder of the configuration file.
-        model: folder of the model, whose tokenizer reads messages if the section names none.
-        on_build: told of the reading of each file, by its name.
+        model: folder of the model; its tokenizer reads messages if the section names none.
+        on_build: called with the name of each file and the progress of reading it.
 
     Raises:
         InputError: a file is missing or bad, or no task has a trained token.
@@ -107,11 +107,11 @@ def load_corpus(
     corpus.release()
     if not trained:
         raise InputError(
-            f"training needs a trained token, and {plural(len(corpus.tasks), 'task has', 'tasks have')} none; give "
+            f"training needs a trained token, but {plural(len(corpus.tasks), 'task has', 'tasks have')} none; give "
             "assistant turns or loss masks"
         )
     left_out = len(corpus.tasks) - len(trained)
-    said = plural(left_out, "task without a trained token is left out", "tasks without a trained token are left out")
+    said = plural(left_out, "task without a trained token is dropped", "tasks without a trained token are dropped")
     notes = (said,) if left_out else ()
     return replace(corpus, tasks=trained, notes=corpus.notes + notes)
 
@@ -123,7 +123,7 @@ def _load(config: DataConfig, config_dir: Path, model: Path | None, on_build: On
         return _read(config, search_places(config_dir), model, on_build)
     folder = data_folder()
     if folder is None:
-        missing = f"no real data here ({DATA_VARIABLE} names no folder): training on a generated stand-in instead"
+        missing = f"no real data here ({DATA_VARIABLE} names no folder): training on generated data instead"
         return _generate(config, notes=(missing,))
     return _read(config, [folder], model, on_build)
 
@@ -158,7 +158,7 @@ def _read(config: DataConfig, places: Sequence[Path], model: Path | None, on_bui
     stops = () if tokenizer is None else _stops(tokenizer, renderer, model)
     if form is not None and not renderer.turn_ends:
         notes.append(
-            "warning: chats end their turns with ordinary text, after which `generate` goes on: give it stop_strings, "
+            "warning: chats end turns with ordinary text, where `generate` does not stop: give it stop_strings, "
             "or train under a chat template that ends turns with eos_token"
         )
     elif stops:
@@ -179,7 +179,7 @@ def _read(config: DataConfig, places: Sequence[Path], model: Path | None, on_bui
 
 
 def _stops(tokenizer: Path, renderer: Renderer, model: Path | None) -> tuple[StopToken, ...]:
-    """What ends turns; the form of chats counts for rows of token ids too, which it has probably made."""
+    """Return what ends turns; rows of token ids count as chats, which have probably made them."""
     try:
         has_form = bool(renderer.turn_ends)
     except ConfigError:
@@ -188,7 +188,7 @@ def _stops(tokenizer: Path, renderer: Renderer, model: Path | None) -> tuple[Sto
 
 
 def _are_equal(left: TokenDataset, right: TokenDataset) -> bool:
-    """Whether two files hold the same rows, as a file does under two names or compressed."""
+    """Return whether two files hold the same rows, for example one file under two names, or compressed."""
     if not np.array_equal(left.lengths, right.lengths):
         return False
     images = [[picture.digest for picture in dataset.pictures] for dataset in (left, right)]
@@ -203,7 +203,7 @@ def _are_equal(left: TokenDataset, right: TokenDataset) -> bool:
 
 
 def _of_model(folder: Path | None) -> Path | None:
-    """The folder of a model, if it has a tokenizer; files of token ids need none."""
+    """Return a model's folder if it has a tokenizer; files of token ids need none."""
     return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a running command: a bar with the newest figures on a terminal, plain lines elsewhere."""
+"""Show a running command to a person: a bar with the newest figures on a terminal, plain lines elsewhere."""
 
 import sys
 import threading
@@ -27,18 +27,18 @@ from treering import metrics
 from treering.report.run import number
 
 if TYPE_CHECKING:
-    # They import torch.
+    # These import torch.
     from treering.train.loop.saved_run import Saved
     from treering.train.progress import Phase
 
 PART_EVERY_S = 30.0
-"""When stderr is not a terminal, what runs prints a line after this many seconds without one."""
+"""If stderr is not a terminal, a running command prints a line after this many seconds without one."""
 
 LINE_EVERY_S = 120.0
-"""When stderr is not a terminal, `WorkProgress` prints at most one line per this many seconds."""
+"""If stderr is not a terminal, `WorkProgress` prints at most one line per this many seconds."""
 
 NUM_PLAIN_LINES = 10
-"""Most step lines per run when stderr is not a terminal."""
+"""Most step lines per run if stderr is not a terminal."""
 
 _LOOK_EVERY_S = 1.0
 _UNITS = {"starting": "processes", "sampling": "rollouts", "scoring": "tokens", "training": "tokens"}
@@ -46,25 +46,25 @@ _BYTES = ("kB", "MB", "GB", "TB")
 
 
 class PlainConsole(Console):
-    """A console that prints text as it is: "[train]" is not markup, and styles are given as `Text`.
+    """Console that prints text as it is: "[train]" is not markup; styles come as `Text`.
 
     Example: `PlainConsole().print("pip install 'x[train]'")` keeps the brackets.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Takes rich's options."""
+        """Pass on rich's options."""
         super().__init__(markup=False, **options)
 
 
 class LogConsole(PlainConsole):
-    """A console that, off a terminal, names what is being done once nothing has been printed for a while.
+    """Console that, off a terminal, names the current work once nothing has been printed for a while.
 
     Example: `with console.telling("loading the model"): build_model()` prints "loading the model, 30 s" after half a
     minute, and "loading the model, 1 min 0 s" after another.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Writes to stderr; `options` are rich's."""
+        """Write to stderr; `options` are rich's."""
         super().__init__(stderr=True, highlight=False, **options)
         self._printed_s = time.monotonic()
         self._doing, self._since_s = "", self._printed_s
@@ -75,12 +75,12 @@ class LogConsole(PlainConsole):
         super().print(*objects, **options)
 
     def note(self, doing: str) -> None:
-        """Note what is being done from now on."""
+        """Set the current work."""
         self._doing, self._since_s = doing, time.monotonic()
 
     @contextmanager
     def telling(self, doing: str) -> Iterator[None]:
-        """Print what was noted last, at first `doing`, at least every `PART_EVERY_S` in the block."""
+        """Print the current work, at first `doing`, after every `PART_EVERY_S` without a line in the block."""
         self.note(doing)
         if self.is_terminal:
             yield
@@ -102,7 +102,7 @@ class LogConsole(PlainConsole):
 
 
 def note_doing(console: Console, doing: str) -> None:
-    """Note what is being done, for a `LogConsole`."""
+    """Set the current work of a `LogConsole`."""
     if isinstance(console, LogConsole):
         console.note(doing)
 
@@ -112,9 +112,9 @@ def note_compiling(console: Console, *functions: Any) -> None:
 
     Args:
         console: writes to stderr.
-        functions: of `compiled_once`. Each stands for those that its command compiles with it.
+        functions: made by `compiled_once`; each stands for those that its command compiles with it.
     """
-    # It loads numba, which takes a second.
+    # This loads numba, which takes a second.
     from treering.compiling.once import is_compiled
 
     if not all(map(is_compiled, functions)):
@@ -125,7 +125,7 @@ def note_compiling(console: Console, *functions: Any) -> None:
 
 @contextmanager
 def warnings_as_lines(console: Console) -> Iterator[None]:
-    """Print the warnings of the block as they come, each as a line without the code that raised it.
+    """Print the warnings of the block as they come, each as one line without its code.
 
     Example: a history on a full disk prints "warning: history could not be written to ...".
     """
@@ -135,7 +135,7 @@ def warnings_as_lines(console: Console) -> Iterator[None]:
 
 
 class RunDisplay:
-    """The steps of a run; use it in a `with` statement.
+    """Display of a run's steps; use it in a `with` statement.
 
     Off a terminal it prints a line for each tenth of the steps, and more often where they take long.
 
@@ -145,7 +145,7 @@ class RunDisplay:
     """
 
     def __init__(self, *, title: str, num_steps: int, first_step: int, console: Console, unit: str = "step") -> None:
-        """`first_step` of `num_steps` steps are done; `unit` begins a plain line; `console` writes to stderr."""
+        """Start after `first_step` of `num_steps` steps; `unit` begins a plain line; `console` writes to stderr."""
         self._console, self._unit = console, unit
         self._num_steps, self._num_done = num_steps, first_step
         self._every = max(1, -(-(num_steps - first_step) // NUM_PLAIN_LINES))
@@ -162,8 +162,8 @@ class RunDisplay:
         """Show one more step.
 
         Args:
-            row: its metrics, with "step".
-            note: follows the figures.
+            row: metrics of the step, with "step".
+            note: text after the figures.
         """
         self.show_step(row["step"], " ".join([*step_figures(row), *([note] if note else [])]))
 
@@ -222,7 +222,7 @@ class RunDisplay:
 
 
 def step_figures(row: Mapping[str, Any]) -> list[str]:
-    """Name the score, speeds, drafts and sharing of a step; those that its metrics have.
+    """Format the score, speeds, drafts and sharing of a step, as far as its metrics have them.
 
     Example: ["reward 0.188", "tokens/s 90", "tokens/forward 4.00", "drafts accepted 50%"].
     """
@@ -260,7 +260,7 @@ class SavingNote:
 
 
 class WorkProgress:
-    """What is being computed, and how long the rest may take if the finished share is known; use it in `with`.
+    """Progress of a computation, with the remaining time if the finished share is known; use it in `with`.
 
     It is a line that is redrawn and then erased on a terminal, and a few plain lines elsewhere.
 
@@ -283,7 +283,7 @@ class WorkProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A display that never began is left alone: earlier versions of rich end it with an empty line.
+        # Do not stop a display that never started: earlier versions of rich would print an empty line.
         if self._is_live:
             self._live.stop()
 
@@ -331,9 +331,9 @@ class WorkProgress:
 
 
 def figures_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> Table:
-    """Make a table of figures: the first column, on the left, names what the figures on the right belong to.
+    """Make a table of figures whose first column, on the left, names what the figures on the right belong to.
 
-    A word that is too long for its column goes on in the next line: nothing is cut off.
+    A word too long for its column continues in the next line: nothing is cut off.
     """
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for place, name in enumerate(columns):
@@ -344,7 +344,7 @@ def figures_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequ
 
 
 def facts_table(title: str, facts: Mapping[str, str]) -> Table:
-    """Make a table with a row per fact: its name and what it is."""
+    """Make a table with a row per fact: its name and its value."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column()
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Loads and builds models from folders, checkpoints and the hub, with errors that name what is wrong."""
+"""Load and build models from folders, checkpoints and the hub, with errors that name what is wrong."""
 
 import json
 import pickle
@@ -30,35 +30,35 @@ from treering.families import IMAGE_FAMILIES
 from treering.files.writing import read_object
 from treering.train.loop.adapters import ADAPTER_CONFIG_FILE, add_lora
 
-# In the order in which transformers takes them.
+# In the order in which transformers looks for them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-# As safetensors and torch call them.
+# Names of floating-point types in safetensors and torch.
 _FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16", "BOOL", "bool")
 _POINTER = b"version https://git-lfs"
 
 
 def check_model_folder(folder: Path, setting: str = "model.path") -> None:
-    """Checks that a folder holds config.json and whole files of weights; reads headers only.
+    """Check that a folder has config.json and complete files of weights; only headers are read.
 
-    `setting` is what errors call the folder. Pickled weights (.bin) are opened with `weights_only` and run no code.
+    `setting` names the folder in errors. Pickled weights (.bin) are opened with `weights_only` and run no code.
 
     Raises:
-        InputError: names the file that is missing, cut, a Git LFS pointer or in another format, or the weight whose
-            numbers are quantized without a word in the configuration.
+        InputError: names the file that is missing, cut, a Git LFS pointer or in another format, or the quantized weight
+            that the configuration does not describe.
 
     Example: a model.safetensors of half its size is refused with "fetch it again".
     """
     if not folder.is_dir():
-        raise InputError(f"{setting} names the folder of a Hugging Face model, and {folder} is no folder; correct it")
+        raise InputError(f"{setting} must be the folder of a Hugging Face model, but {folder} is not a folder")
     config = folder / "config.json"
     if not config.is_file() and (folder / "adapter_config.json").is_file():
-        raise InputError(f"{folder} holds an adapter and no config.json; merge it into its model, and name that folder")
+        raise InputError(f"{folder} has an adapter but no config.json; merge it into its model, and name that folder")
     if not config.is_file():
-        raise InputError(f"a model folder holds config.json, and {folder} has none; correct {setting}")
+        raise InputError(f"{folder} has no config.json, so it is not a model folder; correct {setting}")
     _check_no_pointer(config)
     described = read_object(config)
     if "model_type" not in described:
-        raise InputError(f"{config}: a model's configuration names its model_type, and this one does not; correct it")
+        raise InputError(f"{config} has no model_type; correct it")
     # Quantized weights are read by the method that the configuration names.
     is_plain = "quantization_config" not in described
     for file in _weight_files(folder):
@@ -66,9 +66,9 @@ def check_model_folder(folder: Path, setting: str = "model.path") -> None:
         if is_plain and not_floats:
             name, dtype = not_floats[0]
             raise InputError(
-                f"{file}: a model without quantization_config has weights in float32, bfloat16 or float16, and {name} "
-                f"is {dtype}, whose scale nothing tells; add the quantization_config that the weights were written "
-                "with, or fetch the model unquantized"
+                f"{file}: {name} is {dtype}, but a model without quantization_config needs float32, bfloat16 or "
+                "float16; add the quantization_config that the weights were written with, or fetch the model "
+                "unquantized"
             )
 
 
@@ -76,20 +76,19 @@ def _weight_files(folder: Path) -> list[Path]:
     file = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         raise InputError(
-            f"a model folder holds its weights in model.safetensors or in numbered parts with an index, and {folder} "
-            "has neither; fetch them"
+            f"{folder} has no weights, neither model.safetensors nor numbered parts with an index; fetch them"
         )
     if file.suffix != ".json":
         return [file]
     _check_no_pointer(file)
     parts = read_object(file).get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
-        raise InputError(f"{file}: an index names the file of each weight in weight_map; fetch it again")
+        raise InputError(f"{file} has no weight_map with the file of each weight; fetch it again")
     return [folder / part for part in sorted(set(parts.values()))]
 
 
 def _check_weights(file: Path) -> list[tuple[str, str]]:
-    """Opens a file; returns name and dtype of matrices in it that are no plain floating-point numbers."""
+    """Open a file; return name and dtype of its matrices that are not plain floating-point numbers."""
     try:
         _check_no_pointer(file)
         if file.suffix == ".safetensors":
@@ -102,13 +101,13 @@ def _check_weights(file: Path) -> list[tuple[str, str]]:
             tensors = [(name, each) for name, each in named if isinstance(each, torch.Tensor)]
             kinds = [(name, str(each.dtype).removeprefix("torch."), each.ndim) for name, each in tensors]
     except FileNotFoundError as error:
-        raise InputError(f"{file} is named by the index of its folder and missing; fetch it") from error
+        raise InputError(f"{file} is missing, but its folder's index names it; fetch it") from error
     except SafetensorError as error:
-        raise InputError(f"{file} is cut or no safetensors file ({error}); fetch it again") from error
+        raise InputError(f"{file} is cut or not a safetensors file ({error}); fetch it again") from error
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        # torch's own message goes on with advice to turn weights_only off.
+        # Torch's own message ends with advice to turn weights_only off.
         reason = type(error).__name__
-        raise InputError(f"{file} is cut, or holds other things than weights ({reason}); fetch it again") from error
+        raise InputError(f"{file} is cut, or holds something other than weights ({reason}); fetch it again") from error
     # Vectors and ids, such as stored positions, may be integers.
     return [(n, dtype) for n, dtype, num_axes in kinds if num_axes > 1 and dtype not in _FLOATS and "_ids" not in n]
 
@@ -120,7 +119,7 @@ def _check_no_pointer(file: Path) -> None:
 
 
 _LEAST_SHARE = 0.9
-"""Of a model's vocabulary that its own tokenizer fills, at least; the rest is padding."""
+"""Smallest share of a model's vocabulary that its own tokenizer fills; the rest is padding."""
 
 
 def build_model(
@@ -132,7 +131,7 @@ def build_model(
     lora: LoraOptions | None = None,
     takes_pictures: bool = False,
 ) -> PreTrainedModel:
-    """The model with float32 weights, on the configured device.
+    """Return the model with float32 weights, on the configured device.
 
     Args:
         config: the [model] section.
@@ -140,28 +139,28 @@ def build_model(
         seed: of random weights; changes torch's random state.
         folder: where `config.path` was found; None for a random model.
         lora: the [lora] section; None adds no adapters.
-        takes_pictures: the data has pictures; without, of a Gemma 3 the model of text is taken alone.
+        takes_pictures: whether the data has images; if not, only the text model of a Gemma 3 is used.
 
     Raises:
-        ConfigError: the vocabulary is too small, or there is no cuda device.
-        InputError: the folder holds no model, a damaged one, or one whose weights are not exactly those of its
-            config.json; a random weight is never trained in place of a missing one.
+        ConfigError: the vocabulary is too small, or there is no CUDA device.
+        InputError: the folder has no model, a damaged one, or one whose weights do not match its config.json exactly; a
+            random weight is never trained in place of a missing one.
 
     Example: the default shape with num_ids=512 has about 917,000 parameters.
     """
     device = choose_device(config.device)
     if folder is None and takes_pictures:
-        raise ConfigError("the data has pictures, and a random model takes none; set model.path")
+        raise ConfigError("the data has images, but a random model takes none; set model.path")
     if config.vision == "frozen" and not takes_pictures:
-        raise ConfigError('model.vision = "frozen" is for data with pictures, and this has none; remove it')
+        raise ConfigError('model.vision = "frozen" needs data with images, but this has none; remove it')
     model = _random(config, num_ids, seed) if folder is None else _load(folder, takes_pictures=takes_pictures)
     vocab_size = int(model.config.get_text_config().vocab_size)
     if vocab_size < num_ids:
         fix = "set model.vocab_size to that" if folder is None else "use the tokenizer of this model"
-        raise ConfigError(f"the data has token ids up to {num_ids - 1}, and the model knows {vocab_size} ids; {fix}")
+        raise ConfigError(f"the data has token ids up to {num_ids - 1}, but the model has {vocab_size} ids; {fix}")
     if lora is not None and lora.rank is not None and folder is not None:
         torch.manual_seed(seed)
-        # A revision says that the path is a hub id, see `as_begun`.
+        # A revision means that the path is a hub id, as set by `as_begun`.
         base = str(folder.resolve()) if config.revision is None else str(config.path)
         add_lora(model, lora, base=base, revision=config.revision)
     if config.vision == "frozen":
@@ -170,22 +169,22 @@ def build_model(
 
 
 def _freeze_vision(model: PreTrainedModel) -> None:
-    """Leaves only the language model and its head to be trained, with their adapters."""
+    """Leave only the language model, its head and their adapters trainable."""
     for name, weight in model.named_parameters():
         if not any(part in name.split(".") for part in ("language_model", "lm_head")):
             weight.requires_grad_(False)
 
 
 def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -> PreTrainedModel:
-    """The teacher of a folder: in the type that the student computes in, on its device, without gradients.
+    """Return the teacher in a folder, in the student's compute type, on its device, without gradients.
 
     Args:
         folder: of the teacher.
-        config: the [model] section, of the student.
-        tokenizer: folder of the tokenizer of the student and its data; None where ids are not from one.
+        config: the student's [model] section.
+        tokenizer: folder of the tokenizer of the student and its data; None if ids are not from one.
 
     Raises:
-        InputError: the folder holds no model, or a tokenizer with other tokens than the student's.
+        InputError: the folder has no model, or a tokenizer whose tokens differ from the student's.
 
     Example: the teacher of a student in bfloat16 has bfloat16 weights.
     """
@@ -197,11 +196,11 @@ def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -
 
 
 def load_checkpoint(folder: Path, *, takes_pictures: bool = False) -> nn.Module:
-    """The model of a checkpoint, with float32 weights; adapters around their base model.
+    """Return the model of a checkpoint, with float32 weights; adapters come around their base model.
 
     Args:
         folder: the checkpoint, or a model.
-        takes_pictures: whether it is to be a model that takes pictures, or one of text.
+        takes_pictures: whether to load a model that takes images, or a text model.
 
     Raises:
         InputError: it is not such a model, or the base model of adapters is no longer found.
@@ -221,7 +220,7 @@ def load_checkpoint(folder: Path, *, takes_pictures: bool = False) -> nn.Module:
 
 
 def _check_same_tokenizer(folder: Path, tokenizer: Path) -> None:
-    """Compares the tokens where both folders have the file that fast tokenizers are read from."""
+    """Compare the tokens if both folders have the file of fast tokenizers."""
     files = [place / "tokenizer.json" for place in (folder, tokenizer)]
     if not all(file.is_file() for file in files):
         return
@@ -229,14 +228,14 @@ def _check_same_tokenizer(folder: Path, tokenizer: Path) -> None:
     different = sorted(token for token in own.keys() | given.keys() if own.get(token) != given.get(token))
     if different:
         raise InputError(
-            f"a teacher reads the ids of the student's tokenizer, and token {different[0]!r} is "
-            f"{own.get(different[0])} in {files[0]} and {given.get(different[0])} in {files[1]} "
-            f"({len(different)} differ); take a teacher of the same tokenizer"
+            f"the teacher's tokenizer differs from the student's: token {different[0]!r} is {own.get(different[0])} in "
+            f"{files[0]} and {given.get(different[0])} in {files[1]} ({len(different)} differ); use a teacher with the "
+            "same tokenizer"
         )
 
 
 def tokenizer_note(model: PreTrainedModel, folder: Path | None, tokenizer: Path | None) -> str | None:
-    """A line on a tokenizer that has far fewer tokens than its model; None if there is nothing to say.
+    """Return a warning if a tokenizer has far fewer tokens than its model, else None.
 
     A vocabulary may be padded: Qwen3's has 151,936 rows for 151,669 tokens. Nothing is checked without a tokenizer, or
     for random weights (`folder` None).
@@ -256,27 +255,27 @@ def tokenizer_note(model: PreTrainedModel, folder: Path | None, tokenizer: Path 
     for name, token_id in _ends_and_begins(model):
         if given.id_to_token(token_id) is None:
             raise InputError(
-                f"a model is trained with its own tokenizer: {name} of the model is {token_id}, and {sizes}, none with "
-                "that id; use the tokenizer of this model"
+                f"{name} of the model is {token_id}, but {sizes} and no token with that id; use the tokenizer of this "
+                "model"
             )
     return f"warning: {sizes}; unless it is the model's own, its ids mean other tokens to the model"
 
 
 def _check_own_tokenizer(folder: Path, given: Tokenizer, tokenizer: Path) -> None:
-    """Compares the ids of tokens that both have; added and renamed tokens are left alone."""
+    """Compare the ids of tokens that both have; added and renamed tokens are ignored."""
     if tokenizer.resolve() == folder.resolve() or not (folder / "tokenizer.json").is_file():
         return
     ours, theirs = open_tokenizer(folder).get_vocab(), given.get_vocab()
     moved = sorted(token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token])
     if moved:
         raise InputError(
-            f"a model is trained with its own tokenizer, and token {moved[0]!r} is {ours[moved[0]]} in {folder} and "
-            f"{theirs[moved[0]]} in {tokenizer} ({len(moved)} differ); use the tokenizer of this model"
+            f"token {moved[0]!r} is {ours[moved[0]]} in {folder} but {theirs[moved[0]]} in {tokenizer} ({len(moved)} "
+            "differ); use the tokenizer of this model, with which it was trained"
         )
 
 
 def _ends_and_begins(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """The ids with which a model begins and ends texts, by name."""
+    """Yield the ids with which a model begins and ends texts, by name."""
     for settings in (model.config.get_text_config(), model.generation_config):
         for name in ("bos_token_id", "eos_token_id"):
             value = getattr(settings, name, None)
@@ -284,14 +283,14 @@ def _ends_and_begins(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
 
 
 def choose_device(requested: str) -> torch.device:
-    """The device for "auto" (cuda if there is one), "cpu" or "cuda".
+    """Return the device for "auto" (cuda if available), "cpu" or "cuda".
 
     Raises:
         ConfigError: "cuda" without a CUDA device.
     """
     has_cuda = torch.cuda.is_available()
     if requested == "cuda" and not has_cuda:
-        raise ConfigError('model.device = "cuda" needs a CUDA device, and torch sees none; set "auto" or "cpu"')
+        raise ConfigError('model.device = "cuda" needs a CUDA device, but torch sees none; set "auto" or "cpu"')
     return torch.device("cuda" if has_cuda and requested != "cpu" else "cpu")
 
 
@@ -307,7 +306,7 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
             head_dim=config.head_size,
             intermediate_size=config.intermediate_size,
             tie_word_embeddings=True,
-            # Random weights know no position better than another.
+            # Random weights do not prefer any position.
             max_position_embeddings=1 << 20,
             dtype=torch.float32,
         )
@@ -320,10 +319,10 @@ def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = F
     _check_rope(folder, described)
     _check_kind(folder, described.get("model_type"), setting, takes_pictures=takes_pictures)
     loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
-    # Attention follows the tree, whatever the folder asks for, which may not be installed here.
+    # Attention follows the tree, whatever implementation the folder asks for, which may not be installed here.
     attention = {"attn_implementation": "eager"} if "attn_implementation" in described else {}
     with _refused_by_name(folder, described, setting), _quiet_transformers():
-        # Training needs float32 weights; bfloat16 ones lose small updates. Other shapes are refused below, by name.
+        # Training needs float32 weights; bfloat16 loses small updates. `_check_loaded` names other shapes.
         model, loaded = loader.from_pretrained(
             str(folder),
             dtype=torch.float32,
@@ -340,22 +339,21 @@ def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = F
 
 
 def _check_kind(folder: Path, kind: object, setting: str, *, takes_pictures: bool) -> None:
-    """Refuses a model of text for pictures, and one of pictures for text alone."""
+    """Refuse a text model for data with images, and an image model for data with only text."""
     if takes_pictures and kind not in IMAGE_FAMILIES:
         raise InputError(
-            f"the data has pictures, and {folder} holds a model of type {kind!r}; use one of "
-            f"{', '.join(IMAGE_FAMILIES)}"
+            f"the data has images, but {folder} holds a model of type {kind!r}; use one of {', '.join(IMAGE_FAMILIES)}"
         )
     if not takes_pictures and kind in IMAGE_FAMILIES and kind != "gemma3":
         raise InputError(
-            f"{setting} needs a language model of text here, and {folder} holds a model of type {kind!r}, which takes "
-            "pictures: treering sft trains it on chats with pictures"
+            f"{setting} needs a text model here, but {folder} holds a model of type {kind!r}, which takes images: "
+            "treering sft trains it on chats with images"
         )
 
 
 @contextmanager
 def _refused_by_name(folder: Path, described: Mapping[str, Any], setting: str) -> Iterator[None]:
-    """Says of a folder that transformers cannot load what is wrong, and what to do."""
+    """Explain why transformers cannot load a folder, and what to do."""
     try:
         yield
     except ImportError as error:
@@ -368,20 +366,20 @@ def _refused_by_name(folder: Path, described: Mapping[str, Any], setting: str) -
     except Exception as error:  # a configuration may be wrong in many ways
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"{setting} needs a model that transformers has itself, and {folder} brings Python code of its own, "
-                "which is never run; use a model whose type transformers knows"
+                f"{setting} needs a model of transformers itself, but {folder} brings its own Python code, which is "
+                "never run; use a model whose type transformers knows"
             ) from error
         raise InputError(
-            f"{setting} needs the folder of a Hugging Face causal language model, and {folder} cannot be loaded "
-            f"({error}); correct the path, or fetch the folder again"
+            f"{folder} cannot be loaded as a causal language model ({error}); correct {setting}, or fetch the folder "
+            "again"
         ) from error
 
 
 def _text_model(model: PreTrainedModel, folder: Path, setting: str) -> PreTrainedModel:
-    """The language model of a Gemma 3 with a vision tower, whose stored names its own class does not know."""
+    """Return the language model of a Gemma 3 with a vision tower, whose stored names its own class does not know."""
     if model.config.model_type != "gemma3":
         raise InputError(
-            f"{setting} needs a language model of text, and {folder} holds a {type(model).__name__}, which takes "
+            f"{setting} needs a text model, but {folder} holds a {type(model).__name__}, which takes "
             "images; use the text model of that family"
         )
     with torch.device("meta"):
@@ -392,7 +390,7 @@ def _text_model(model: PreTrainedModel, folder: Path, setting: str) -> PreTraine
 
 
 def _check_rope(folder: Path, described: Mapping[str, Any]) -> None:
-    """Refuses a kind of rotary position that transformers does not know, whose own error names no cause."""
+    """Refuse a kind of rotary position that transformers does not know; its own error does not name the cause."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for key in ("rope_parameters", "rope_scaling"):
@@ -400,29 +398,29 @@ def _check_rope(folder: Path, described: Mapping[str, Any]) -> None:
         kind = settings.get("rope_type", settings.get("type", "default")) if isinstance(settings, dict) else "default"
         if kind not in ("default", "mrope", *ROPE_INIT_FUNCTIONS):
             raise InputError(
-                f"{folder / 'config.json'} asks in {key} for the rope type {kind!r}, and this transformers knows "
+                f"{folder / 'config.json'} asks in {key} for the rope type {kind!r}, but this transformers knows "
                 f"{', '.join(ROPE_INIT_FUNCTIONS)}; correct it, or install the transformers that the model came with"
             )
 
 
 def _check_loaded(folder: Path, name: str, loaded: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint that does not give every weight of the model its value, and no other."""
+    """Refuse a checkpoint whose weights are not exactly those of the model."""
     problems = [
         *(f"{key} is missing" for key in sorted(loaded["missing_keys"])),
         *(f"{key} is {list(there)} instead of {list(here)}" for key, there, here in sorted(loaded["mismatched_keys"])),
-        *(f"{key} is none of them" for key in sorted(loaded["unexpected_keys"])),
+        *(f"{key} does not belong to it" for key in sorted(loaded["unexpected_keys"])),
     ]
     if problems:
         more = f", and {len(problems) - 1} more do not fit" if len(problems) > 1 else ""
         raise InputError(
-            f"{folder} holds the weights of a {name} as its config.json describes it, and {problems[0]}{more}; "
+            f"{folder} does not match the {name} of its config.json: {problems[0]}{more}; "
             "correct config.json, or fetch the folder again"
         )
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without its report of several lines on weights that do not fit."""
+    """Silence transformers' report on weights that do not fit."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -1,9 +1,9 @@
-"""How Ctrl-C, SIGTERM and SIGHUP end a command: the first one in order, a second one at once.
+"""End a command on Ctrl-C, SIGTERM and SIGHUP: the first signal in order, a second one at once.
 
-The first raises `Interrupted` in the main thread, so that `with` statements stop processes and close files; a run that
-has something to save goes on until its step is done or dropped, and saves. The command then ends with one line and the
-exit code of the signal. Ending at any moment is safe: the next start ignores or cuts off what is half written, as after
-a kill.
+The first raises `Interrupted` in the main thread, so that `with` statements stop processes and close files; a run with
+something to save continues until its step is done or dropped, and saves. The command then prints one line and exits
+with the signal's code. Ending at any moment is safe: the next start ignores or cuts off half-written data, as after a
+kill.
 """
 
 import os
@@ -20,26 +20,26 @@ from typing import Any, NoReturn, Protocol
 from treering.errors import Interrupted
 
 THREADS_S = 5.0
-"""Seconds that a finished command waits for threads that user code has left."""
+"""Seconds that a finished command waits for threads left by user code."""
 
 _SAME_S = 0.5
-"""Signals this soon after the first are the same request, which several processes have passed on."""
+"""Signals this soon after the first are the same request, passed on by several processes."""
 
 _AGAIN_S = 0.01
-"""A signal that cannot be raised yet is sent again this much later."""
+"""Seconds after which a signal that cannot be raised yet is sent again."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class EndRequest(Protocol):
-    """Asks a run for its end; an `Interruption` of the training loops."""
+    """Receiver of the request to end a run; an `Interruption` of the training loops."""
 
     def request(self, signal_number: int) -> bool:
         """Ask the run; return whether to wait for it."""
 
 
 class _Handler:
-    """What a signal does in the main thread."""
+    """Handler of signals in the main thread."""
 
     def __init__(self, speaks: Callable[[], bool]) -> None:
         self.deferred: EndRequest | None = None
@@ -52,7 +52,7 @@ class _Handler:
             first, since_s = self._first
             if time.monotonic() >= since_s + _SAME_S:
                 if self._speaks():
-                    # Not by `print`, which the signal may have met in the middle of a line.
+                    # Do not use `print`: the signal may have interrupted one in the middle of a line.
                     os.write(2, f"treering: {describe(Interrupted(first))}\n".encode())
                 os._exit(exit_code(first))
             return
@@ -63,11 +63,11 @@ class _Handler:
         if self.deferred is None or not self.deferred.request(number):
             raise Interrupted(number)
         line = f"interrupted by {signal.Signals(number).name}: saving the last whole step (again: end at once)"
-        # In a thread, since the signal may have met the console in the middle of a line.
+        # Print in a thread: the signal may have interrupted the console in the middle of a line.
         threading.Thread(target=self.announce, args=(line,), name="treering-signals", daemon=True).start()
 
     def take_unraisable(self, usual: Callable[[Any], object], lost: Any) -> None:
-        """Send a signal again that was raised where Python lets no error out, as in a finaliser."""
+        """Resend a signal that was raised where Python drops errors, as in a finaliser."""
         if isinstance(lost.exc_value, Interrupted):
             self._first = None
             _send_again(lost.exc_value.signal_number)
@@ -77,12 +77,12 @@ class _Handler:
 
 @contextmanager
 def deferred_to(request: EndRequest, announce: Callable[[str], object]) -> Iterator[None]:
-    """Leave the first signal in the block to a run, which saves before it raises `Interrupted`; a second ends at once.
+    """Let a run save at the first signal of the block before it raises `Interrupted`; a second signal ends at once.
 
-    Outside `ended_by_signals` the block runs as it is.
+    Outside `ended_by_signals` signals are unchanged.
 
     Args:
-        request: asked at the signal; where it need not wait, `Interrupted` is raised as without this block.
+        request: asked at the signal; if it need not wait, `Interrupted` is raised at once.
         announce: prints what happens next, at once; called in another thread.
 
     Example: at SIGTERM it announces "interrupted by SIGTERM: saving the last whole step (again: end at once)".
@@ -100,8 +100,8 @@ def deferred_to(request: EndRequest, announce: Callable[[str], object]) -> Itera
 def ended_by_signals(speaks: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Raise `Interrupted` in the block at SIGINT, SIGTERM or SIGHUP, unless the process started with it ignored.
 
-    The process ends at once at a second signal; `speaks` decides whether it then prints a line. Outside the main thread
-    the block runs as it is.
+    A second signal ends the process at once; `speaks` decides whether it then prints a line. Outside the main thread
+    signals are unchanged.
 
     Raises:
         Interrupted: the first signal.
@@ -115,13 +115,13 @@ def ended_by_signals(speaks: Callable[[], bool] = lambda: True) -> Iterator[None
     def restore() -> None:
         sys.unraisablehook = usual
         for number in _SIGNALS:
-            # Handlers of the block's own code stay.
+            # Keep handlers that the block's own code installed.
             if signal.getsignal(number) is handler:
                 signal.signal(number, before[number])
 
     sys.unraisablehook = partial(handler.take_unraisable, usual)
     for number in _SIGNALS:
-        # `nohup` and shells that start background jobs ignore some.
+        # `nohup` and shells that start background jobs have some ignored.
         if before[number] not in (signal.SIG_IGN, None):
             signal.signal(number, handler)
     _leave_out_forks(restore)
@@ -137,9 +137,9 @@ def ended_by_signals(speaks: Callable[[], bool] = lambda: True) -> Iterator[None
 
 
 def _leave_out_forks(restore: Callable[[], None]) -> None:
-    """Give processes that user code forks their usual handlers.
+    """Restore the usual handlers in processes that user code forks.
 
-    Signals are blocked meanwhile: Python drops what finds the parent's handlers in the child.
+    Signals are blocked meanwhile, because Python drops a signal that finds the parent's handlers in the child.
     """
     forking = threading.local()
 
@@ -158,7 +158,7 @@ def _leave_out_forks(restore: Callable[[], None]) -> None:
 
 @contextmanager
 def advising(advice: str | Callable[[], str]) -> Iterator[None]:
-    """Add to an `Interrupted` that passes what the user can do next; a function is called at that moment."""
+    """Add to a passing `Interrupted` what the user can do next; a function is called at that moment."""
     try:
         yield
     except BaseException as error:
@@ -188,14 +188,14 @@ def describe(error: Interrupted) -> str:
 def leave_at_once(code: int) -> NoReturn:
     """Exit without tearing down the interpreter, which takes more than a second once torch is loaded."""
     for stream in (sys.stdout, sys.stderr):
-        # A closed stream is None; what a full disk or a closed pipe does not take is lost either way.
+        # A closed stream is None; text that a full disk or a closed pipe rejects is lost either way.
         with suppress(AttributeError, OSError):
             stream.flush()
     os._exit(code)
 
 
 def leave(code: int, known: Sequence[threading.Thread]) -> NoReturn:
-    """Exit, `THREADS_S` later at most if user code has left threads that never end; `known` threads are ignored."""
+    """Exit, at most `THREADS_S` later if user code has left running threads; `known` threads are ignored."""
     deadline = time.monotonic() + THREADS_S
     left = [thread for thread in threading.enumerate() if not thread.daemon and thread not in known]
     for thread in left:
@@ -210,9 +210,9 @@ def _send_again(number: int) -> None:
 
 
 def _is_called_back(frame: FrameType | None) -> bool:
-    """Whether LLVM waits for Python, which asks numba for the code it has on disk: no error passes through it.
+    """Return whether LLVM is waiting for Python to read numba's cached code, where no error can pass.
 
-    It would be printed and dropped, and LLVM would read the answer that is missing (SIGSEGV).
+    The error would be printed and dropped, and LLVM would read the missing answer (SIGSEGV).
     """
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("llvmlite."):
         frame = frame.f_back
@@ -220,7 +220,7 @@ def _is_called_back(frame: FrameType | None) -> bool:
 
 
 def _interruption_in(error: BaseException) -> Interrupted | None:
-    """The `Interrupted` that an error is or was caused by: pydantic wraps whatever its callbacks raise."""
+    """Return the `Interrupted` that an error is or was caused by: pydantic wraps whatever its callbacks raise."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, Interrupted):
         cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""What `treering simulate` prints: every scheduling policy on every case, in virtual time."""
+"""Run `treering simulate`: every scheduling policy on every case, in virtual time."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ ONE_STEP_OFF = "fifo"
 """One-step-off training without a scheduler: FIFO over random static shards."""
 
 OURS = "histopipe"
-"""The policy that the sentence is about."""
+"""Policy that the summary sentence is about."""
 
 LENGTHS = "lognormal:8.2,0.8,16384"
 NOISE = 0.25
@@ -44,15 +44,14 @@ Case = tuple[Trace, Cluster]
 """A trace and its workers."""
 
 Row = dict[str, Any]
-"""The figures of one policy: means over the cases, and the worst."""
+"""Figures of one policy: means over the cases, and the worst."""
 
 
 def run(options: "SimulateOptions") -> None:
     """Simulate every policy on every case, and print the results as JSON or as a table.
 
     Raises:
-        ConfigError: see `make_cases`.
-        InputError: see `make_cases`.
+        ConfigError, InputError: as for `make_cases`.
     """
     cases = make_cases(options)
     rows = compare(options.staleness, cases)
@@ -70,22 +69,22 @@ def run(options: "SimulateOptions") -> None:
     seeds = f", mean of {len(cases)} seeds" if len(cases) > 1 else ""
     console.print(as_table(rows, title=f"{title}{seeds}", num_seeds=len(cases)))
     bound = (
-        f"No schedule of staleness {cluster.staleness} ends before {as_time(lower_bound_s)}. Each policy is held "
-        "against the bound at its own staleness."
+        f"No schedule of staleness {cluster.staleness} ends before {as_time(lower_bound_s)}. Each policy is compared "
+        "with the bound at its own staleness."
     )
     for sentence in (answer(rows), bound, about_predictions(trace)):
         console.print(sentence, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def make_cases(options: "SimulateOptions") -> list[Case]:
-    """Make traces, from a log or a law of lengths, and their workers: one case per seed; a log has one.
+    """Make traces, from a log or a length distribution, and their workers: one case per seed; a log has one.
 
     Raises:
         ConfigError: options contradict each other, or a value is out of range.
-        InputError: a file, length law or latency cannot be read.
+        InputError: a file, distribution or latency cannot be read.
     """
     if not (isfinite(options.training) and options.training >= 0):
-        raise ConfigError(f"--training is a share of a time, at least 0, got {options.training!r}; correct it")
+        raise ConfigError(f"--training must be a share of at least 0, got {options.training!r}")
     latency = _latency(options)
     if options.file is not None:
         _check_nothing_made_up(options)
@@ -98,7 +97,7 @@ def _check_nothing_made_up(options: "SimulateOptions") -> None:
     of_laws = {"lengths": options.lengths, "noise": options.noise, "seeds": options.num_seeds}
     given = [f"--{name}" for name, value in of_laws.items() if value is not None]
     if given:
-        raise ConfigError(f"FILE has its own rollouts, and {', '.join(given)} makes some up; leave one of them out")
+        raise ConfigError(f"FILE has its own rollouts, but {', '.join(given)} generates some; remove one of them")
 
 
 def _latency(options: "SimulateOptions") -> Latency:
@@ -106,8 +105,8 @@ def _latency(options: "SimulateOptions") -> Latency:
         step_ms, row_ms = (float(part) for part in options.decode.split(","))
     except ValueError as error:
         raise InputError(
-            "--decode is STEP,ROW, the milliseconds of a decode step and of one more row, such as 20,0.05, got "
-            f"{options.decode!r}; give two numbers"
+            "--decode must be STEP,ROW, the milliseconds of a decode step and of one more row, such as 20,0.05, got "
+            f"{options.decode!r}"
         ) from error
     return linear_latency(
         step_s=step_ms / 1000, row_s=row_ms / 1000, prefill_s=options.prefill_ms / 1000, load_s=options.load_s
@@ -153,7 +152,7 @@ def compare(staleness: int, cases: Sequence[Case]) -> list[Row]:
         count = progress.counting("simulating", len(setups) * len(cases))
         for trace, cluster in cases:
             for name, (policy, own_staleness) in setups.items():
-                # Where rollouts wait, all but histopipe know lengths alone.
+                # If rollouts wait, only histopipe knows for how long; the others know only lengths.
                 known = trace if policy == OURS else _without_forecast_waits(trace)
                 workers = replace(cluster, staleness=own_staleness)
                 runs[name].append(simulate_policy(make_policy(policy), known, workers=workers))
@@ -184,7 +183,7 @@ def _row(name: str, staleness: int, timelines: Sequence[Timeline], sync: Sequenc
 
 
 def as_table(rows: Sequence[Row], *, title: str, num_seeds: int) -> Table:
-    """Make a table with a row per policy and a bar as long as its speedup; of several seeds with the worst one's."""
+    """Make a table with a row per policy and a bar as long as its speedup; for several seeds also the worst speedup."""
     names = ["stale", "time", "of bound", "idle", "speedup", *(["worst"] if num_seeds > 1 else [])]
     table = figures_table(title, ["policy", *names])
     table.add_column("", no_wrap=True, overflow="crop")
@@ -208,20 +207,20 @@ def answer(rows: Sequence[Row]) -> str:
     """Summarise in a sentence what histopipe gains.
 
     Example: "histopipe ends the run 1.62x as fast as the synchronous loop and 1.57x as fast as FIFO over random
-    shards at staleness 1, at 0.91 of the lower bound; its workers decode nothing for 12% of their time."
+    shards at staleness 1, at 0.91 of the lower bound; its workers are idle for 12% of their time."
     """
     by_name = {row["policy"]: row for row in rows}
     ours, plain = by_name[OURS], by_name[ONE_STEP_OFF]
     return (
         f"{OURS} ends the run {ours['speedup_over_sync']:.2f}x as fast as the synchronous loop and "
         f"{plain['makespan_s'] / ours['makespan_s']:.2f}x as fast as FIFO over random shards at staleness "
-        f"{plain['staleness']}, at {ours['throughput_of_bound']:.2f} of the lower bound; its workers decode nothing "
+        f"{plain['staleness']}, at {ours['throughput_of_bound']:.2f} of the lower bound; its workers are idle "
         f"for {ours['bubble']:.0%} of their time."
     )
 
 
 def about_predictions(trace: Trace) -> str:
-    """How good a trace's predictions are, in a sentence."""
+    """Describe in a sentence how good a trace's predictions are."""
     predicted = np.concatenate([step.forecast.lengths for step in trace.steps])
     actual = np.concatenate([step.lengths for step in trace.steps])
     figures = calibrate(predicted, actual)
@@ -236,17 +235,17 @@ def about_predictions(trace: Trace) -> str:
 
 
 def _about_waits(trace: Trace) -> str:
-    """The waiting of a rollout in the mean, in a sentence; empty if none waits."""
+    """Describe in a sentence a rollout's mean waiting time; empty if none waits."""
     turns = [step.turns for step in trace.steps if step.turns is not None]
     if not trace.has_waits:
         return ""
     counts = np.concatenate([each.num_turns for each in turns])
     waits = np.concatenate([each.total_wait_s for each in turns])
-    return f" A rollout has {counts.mean():.1f} turns and waits for {as_time(float(waits.mean()))}, in the mean."
+    return f" A rollout has {counts.mean():.1f} turns and waits for {as_time(float(waits.mean()))} on average."
 
 
 def as_time(time_s: float) -> str:
-    """A time in the units of people, with at least three digits.
+    """Write a time in readable units, with at least three digits.
 
     >>> as_time(7.026), as_time(203.4), as_time(40_470)
     ('7.03 s', '3 min 23 s', '11 h 14 min')
@@ -255,7 +254,7 @@ def as_time(time_s: float) -> str:
 
 
 def _bar(share: float) -> str:
-    """A bar of that share of the full width, in eighths of a character.
+    """Draw a bar of a share of the full width, in eighths of a character.
 
     >>> _bar(0.25)
     '███'

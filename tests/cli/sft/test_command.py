@@ -113,7 +113,7 @@ def test_without_the_real_data_folder_the_stand_in_is_trained_and_said(folder: P
     path = config(folder, GENERATED.replace('"generated"', '"real"\nfiles = ["set.jsonl"]\ntokenizer = "tokenizer"'))
     summary, err = sft(path, "run.dir=out")
     assert summary["data"] == "generated"
-    assert "no real data here (TREERING_DATA names no folder): training on a generated stand-in instead" in err
+    assert "no real data here (TREERING_DATA names no folder): training on generated data instead" in err
     # If the folder exists, a missing file is an error; generated data is used only without the folder.
     (folder / "data").mkdir()
     with pytest.raises(InputError, match="tokenizer is not in"):
@@ -132,9 +132,9 @@ def test_tasks_without_a_trained_token_are_left_out_and_counted(folder: Path, sf
     write_set(folder / "a.jsonl", [1, 2], [1, 3], [4])
     summary, err = sft(config(folder, 'files = ["a.jsonl"]'), "run.dir=out")
     assert summary["num_tasks"] == 1
-    assert "1 task without a trained token is left out" in err
+    assert "1 task without a trained token is dropped" in err
     write_set(folder / "a.jsonl", [1], [2])
-    with pytest.raises(InputError, match="training needs a trained token, and 1 task has none"):
+    with pytest.raises(InputError, match="training needs a trained token, but 1 task has none"):
         sft(config(folder, 'files = ["a.jsonl"]'), "run.dir=out2")
 
 
@@ -172,12 +172,10 @@ def test_a_trained_model_can_be_trained_on_from_its_folder(folder: Path, sft: Ca
     before, after = weights_of(first["checkpoint"]), weights_of(second["checkpoint"])
     assert all(torch.equal(before[name], after[name]) for name in before)
     write_set(folder / "a.jsonl", [1, 512], [1, 2])
-    with pytest.raises(
-        ConfigError, match="ids up to 512, and the model knows 512 ids; use the tokenizer of this model"
-    ):
+    with pytest.raises(ConfigError, match="ids up to 512, but the model has 512 ids; use the tokenizer of this model"):
         sft(path, "run.dir=third")
     (folder / "empty").mkdir()
-    with pytest.raises(InputError, match=r"holds config\.json, and .*empty has none; correct model\.path"):
+    with pytest.raises(InputError, match=r"empty has no config\.json, so .*; correct model\.path"):
         sft(path, "run.dir=fourth", "model.path=empty")
 
 
@@ -185,7 +183,7 @@ def test_the_random_model_follows_its_seed_and_vocabulary(folder: Path, sft: Cal
     path = config(folder)
     losses = {sft(path, f"run.dir=o{i}", f"train.seed={i % 2}")[0]["last_loss"] for i in range(3)}
     assert len(losses) == 2
-    with pytest.raises(ConfigError, match=r"ids up to 511, and the model knows 31 ids; set model\.vocab_size to that"):
+    with pytest.raises(ConfigError, match=r"ids up to 511, but the model has 31 ids; set model\.vocab_size to that"):
         sft(path, "run.dir=small", "model.vocab_size=31")
 
 

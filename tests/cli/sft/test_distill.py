@@ -39,7 +39,7 @@ def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(
     assert load_teacher(place, model, tokenizer=save_tokenizer(folder / "same", ["a", "b", "c"])).dtype.itemsize == 2
     with pytest.raises(InputError, match=r"token 'b' is 1 in .* and 2 in .*2 differ"):
         load_teacher(place, model, tokenizer=save_tokenizer(folder / "other", ["a", "c", "b"]))
-    with pytest.raises(InputError, match=r"^teacher\.path names the folder"):
+    with pytest.raises(InputError, match=r"^teacher\.path must be the folder"):
         load_teacher(folder / "none", model, tokenizer=None)
     write_set(folder / "set.jsonl", [1, 2, 3], [1, 2, 4])
     with pytest.raises(InputError, match="share the student's tokenizer"):

@@ -1,1 +1,1 @@
-"""`treering eval`: held-out data, measured."""
+"""`treering eval`: measure a model on held-out data."""

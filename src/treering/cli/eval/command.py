@@ -1,4 +1,4 @@
-"""`treering eval`: measures a checkpoint or a model on held-out data, as a run does, and prints the metrics."""
+"""Run `treering eval`: measure a checkpoint or a model on held-out data, as a run does, and print the metrics."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,11 +31,11 @@ from treering.train.loop.saved_run import CHECKPOINTS_FOLDER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is evaluated.
+    """Weights to evaluate, and the configuration to do it with.
 
     Attributes:
         weights: folder of the checkpoint or model.
-        config: with its [eval] set.
+        config: configuration with its [eval] set.
     """
 
     weights: Path
@@ -43,10 +43,10 @@ class Target:
 
 
 def find_target(options: EvalOptions) -> Target:
-    """The target of a command line.
+    """Return the target of a command line.
 
     Raises:
-        ConfigError, InputError: there is no such run or model, or nothing to evaluate it on.
+        ConfigError, InputError: the run or model does not exist, or has no held-out data.
     """
     name, files, reward, overrides = options.name, options.file or [], options.reward, options.overrides or []
     weights, is_run = find_weights(name, options.step), is_a_run(name)
@@ -63,31 +63,31 @@ def find_target(options: EvalOptions) -> Target:
     elif files:
         config = _of_model(weights, data, overrides, is_prompts=reward is not None)
     else:
-        raise ConfigError(f"{name} is a model, which says nothing of held-out data; name some with --file")
+        raise ConfigError(f"{name} is a model, which has no held-out data; name some with --file")
     if not config.eval.is_set:
-        raise ConfigError(f"the run in {name} has no [eval] that names held-out data; name some with --file")
+        raise ConfigError(f"the run in {name} has no held-out data in [eval]; name some with --file")
     return Target(weights=weights, config=config)
 
 
 def is_a_run(name: str) -> bool:
-    """Whether a name is that of a run's folder."""
+    """Return whether a name is the folder of a run."""
     return (Path(name) / CHECKPOINTS_FOLDER).is_dir()
 
 
 def find_weights(name: str, step: int | None) -> Path:
-    """The folder of a run's checkpoint, or of a model.
+    """Return the folder of a run's checkpoint, or of a model.
 
     Args:
         name: folder of a run, or folder or hub id of a model.
-        step: of the run's checkpoint; None is the newest.
+        step: step of the run's checkpoint; None: the newest.
 
     Raises:
-        InputError: there is no such checkpoint or model, or a step of a model.
+        InputError: the checkpoint or model does not exist, or a step was given for a model.
     """
     if is_a_run(name):
         return find_checkpoint(Path(name), step).resolve()
     if step is not None:
-        raise InputError(f"--step names a checkpoint of a run, and {name} is a model; leave it out")
+        raise InputError(f"--step names a checkpoint of a run, but {name} is a model; remove it")
     return find_folder(name, [Path()], setting="RUN_OR_MODEL").resolve()
 
 
@@ -95,36 +95,34 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     """Find the newest checkpoint of a run, or that of a step, and check that it is whole.
 
     Raises:
-        InputError: there is none.
+        InputError: the run has none, or none of that step.
         StateError: it is damaged.
     """
     found = sorted((folder / CHECKPOINTS_FOLDER).glob("step-*"))
     checkpoints = {int(path.name.removeprefix("step-")): path for path in found if CHECKPOINT_NAME.fullmatch(path.name)}
     if not checkpoints:
-        raise InputError(
-            f"a run folder holds checkpoints/step-..., and {folder} has none; name the run.dir of a run that has saved"
-        )
+        raise InputError(f"{folder} has no checkpoints/step-...; name the run.dir of a run that has saved one")
     chosen = max(checkpoints) if step is None else step
     if chosen not in checkpoints:
         steps = ", ".join(map(str, sorted(checkpoints)))
-        raise InputError(f"{folder} has checkpoints of the steps {steps}, and --step is {step}; choose one of them")
+        raise InputError(f"{folder} has no checkpoint of step {step}; choose one of {steps}")
     try:
         read_facts(checkpoints[chosen])
     except StateError as error:
-        raise StateError(f"{checkpoints[chosen]} is damaged ({error}); choose another one with --step") from error
+        raise StateError(f"{checkpoints[chosen]} is damaged ({error}); choose another with --step") from error
     return checkpoints[chosen]
 
 
 def _written(folder: Path) -> Mapping[str, Any]:
     instead = f"name a checkpoint in {folder / CHECKPOINTS_FOLDER} instead, with --file"
     written = read_object(folder / CONFIG_FILE, fix=instead)
-    # It stands beside the sections, for `report`.
+    # `report` needs num_steps, which is not a section.
     return {name: value for name, value in written.items() if name != "num_steps"}
 
 
 def _data_settings(files: Sequence[Path], *, is_prompts: bool) -> list[str]:
     if is_prompts and len(files) > 1:
-        raise ConfigError(f"prompts are read from one file, and --file names {len(files)}; join them")
+        raise ConfigError(f"prompts are read from one file, but --file names {len(files)}; join them")
     names = [str(file.resolve()) if file.exists() else str(file) for file in files]
     if not names:
         return []
@@ -134,7 +132,7 @@ def _data_settings(files: Sequence[Path], *, is_prompts: bool) -> list[str]:
 def _of_model(
     weights: Path, data: Sequence[str], overrides: Sequence[str], *, is_prompts: bool
 ) -> SftConfig | RlConfig:
-    """A configuration whose only data are held out; nothing is trained."""
+    """Return a configuration with only held-out data; nothing is trained."""
     path = f"model.path={json.dumps(str(weights))}"
     if is_prompts:
         task = data[0].replace("eval.file", "task.file", 1)
@@ -145,9 +143,9 @@ def _of_model(
 
 
 def _at(weights: Path, config: SftConfig | RlConfig) -> SftConfig | RlConfig:
-    """The configuration with the tokenizer and the stop tokens that lie in the checkpoint.
+    """Return the configuration with the tokenizer and stop tokens of the checkpoint.
 
-    Checkpoints of adapters have no configuration of a model: then its base model is looked up again.
+    Checkpoints of adapters have no model configuration, so their base model is looked up again.
     """
     update: dict[str, Any] = {}
     has_tokenizer = (weights / "tokenizer.json").is_file()
@@ -160,12 +158,12 @@ def _at(weights: Path, config: SftConfig | RlConfig) -> SftConfig | RlConfig:
 
 
 def run(options: EvalOptions) -> None:
-    """Evaluates, and prints the metrics as JSON or as a table.
+    """Evaluate, and print the metrics as JSON or as a table.
 
     Raises:
-        ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
+        ConfigError, InputError, StateError, UnsupportedError: bad settings, data or weights.
     """
-    # Its own progress bars would flicker through ours.
+    # Transformers' progress bars would disturb ours.
     transformers_logging.disable_progress_bar()
     with only_results_on_stdout() as results:
         target = find_target(options)

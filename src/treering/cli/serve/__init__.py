@@ -1,1 +1,1 @@
-"""`treering serve`: a model or a checkpoint over HTTP."""
+"""`treering serve`: serve a model or a checkpoint over HTTP."""

@@ -1,4 +1,4 @@
-"""`treering serve`: samples from a model or a checkpoint over HTTP, drafts from a history, until it is ended."""
+"""Run `treering serve`: sample from a model or checkpoint over HTTP, with drafts from a history, until it is ended."""
 
 import os
 import threading
@@ -33,10 +33,10 @@ KEY_VARIABLE = "TREERING_API_KEY"
 
 
 def run(options: ServeOptions) -> None:
-    """Serves until a signal ends the process.
+    """Serve until a signal ends the process.
 
     Raises:
-        ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
+        ConfigError, InputError, StateError, UnsupportedError: bad options, weights or history.
     """
     transformers_logging.disable_progress_bar()
     console = PlainConsole(stderr=True, highlight=False)
@@ -47,7 +47,7 @@ def run(options: ServeOptions) -> None:
 
 @contextmanager
 def opened(options: ServeOptions) -> Iterator[Server]:
-    """A server of the options' model, until the block ends."""
+    """Run a server of the options' model until the block ends."""
     settings = ServerSettings(host=options.host, port=options.port, api_key=os.environ.get(KEY_VARIABLE) or None)
     weights = find_weights(options.name, options.step)
     model = _load(weights, options)
@@ -88,13 +88,13 @@ def _training(
     stops: Sequence[StopToken],
     texts: TextTokens | None,
 ) -> TinkerRoutes:
-    """The routes of Tinker's clients.
+    """Return the routes of Tinker's clients.
 
     Raises:
-        UnsupportedError: a model with adapters.
+        UnsupportedError: the model already has adapters.
     """
     if not isinstance(model, PreTrainedModel) or has_adapter(model):
-        raise UnsupportedError(f"clients train adapters of their own, and {weights} has some already; merge them first")
+        raise UnsupportedError(f"clients train their own adapters, but {weights} already has some; merge them first")
     engine = EngineOptions(
         max_batch=options.max_batch,
         max_tokens=options.max_tokens,
