@@ -1,4 +1,4 @@
-"""The examples of environments train, and their episodes are the trees that they should be."""
+"""The examples of environments train, and their episodes have the expected trees."""
 
 import json
 import runpy

@@ -1,7 +1,7 @@
-"""Each example learns what its page says: its reward rises, or its loss falls, by more than noise.
+"""Each example learns what its page claims: its reward rises, or its loss falls, by more than noise.
 
 Noise is the spread of the steps themselves: the standard error of the difference between the means of the first and the
-last quarter. It counts what was learnt within a quarter as noise too, so that a pass is never luck alone.
+last quarter. It includes progress within a quarter, so that a pass is never mere luck.
 """
 
 import json
@@ -33,7 +33,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = trained(monkeypatch, "sums/config.toml", "reward/mean", "rl.num_epochs=8")
     assert gain(rewards) > ERRORS * noise(rewards)
-    # The run that a reader makes first begins from what the supervised start has learnt, and loses none of it.
+    # A reader's first run begins from the result of the supervised start, and loses none of it.
     assert np.mean(rewards[4:12]) > np.mean(rewards[:4]) - ERRORS * noise(rewards)
 
 
@@ -99,7 +99,7 @@ def test_tree_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, config: str, metric: str, *settings: str) -> list[float]:
-    """A metric of each step of the example."""
+    """Return a metric of each step of the example."""
     command = "sft" if metric == "train/loss" else "train"
     given = ["treering", command, str(EXAMPLES / config), "run.save_every=1000", *settings]
     monkeypatch.setattr(sys, "argv", given)
@@ -117,11 +117,11 @@ def quarters(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def gain(values: Sequence[float]) -> float:
-    """The mean of the last quarter less that of the first."""
+    """Return the mean of the last quarter less that of the first."""
     first, last = quarters(values)
     return float(last.mean() - first.mean())
 
 
 def noise(values: Sequence[float]) -> float:
-    """The standard error of `gain`."""
+    """Return the standard error of `gain`."""
     return float(np.sqrt(sum(part.var(ddof=1) / part.size for part in quarters(values))))

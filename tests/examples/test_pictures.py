@@ -1,4 +1,4 @@
-"""The example of pictures runs: its data, a supervised step, and a step of GRPO on prompts with pictures."""
+"""The example of images runs: its data, a supervised step, and a step of GRPO on prompts with images."""
 
 import json
 import runpy

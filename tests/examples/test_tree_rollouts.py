@@ -1,5 +1,3 @@
-"""The example on tree rollouts runs."""
-
 import re
 import runpy
 from pathlib import Path

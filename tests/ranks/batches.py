@@ -25,7 +25,7 @@ class RankBatch:
         return [Forest.from_sequences(group) for group in self._groups(rank)]
 
     def make_objective(self, rank: int | None) -> Objective:
-        """The objective of one rank's branches, or of all."""
+        """Return the objective of one rank's branches, or of all."""
         masks, advantages, old = [], [], []
         for owner, groups in enumerate(self.shares):
             for number, sequence in enumerate(s for group in groups for s in group):
@@ -48,15 +48,15 @@ class RankBatch:
 
 
 def tree(seed: int, *, num_branches: int = 3, depth: int = 3) -> list[list[int]]:
-    """Sequences with a common start; trees of all seeds have one shape."""
+    """Return sequences with a common start; trees of all seeds have one shape."""
     random = np.random.default_rng(seed)
     prefix = random.integers(0, 32, depth).tolist()
-    # The first token of a branch is its own, so that no two merge.
+    # Each branch has its own first token, so that no two merge.
     return [[*prefix, branch, *random.integers(0, 32, depth - 1).tolist()] for branch in range(num_branches)]
 
 
 def batches(num_ranks: int) -> dict[str, RankBatch]:
-    """Batches that ranks run in step, and batches with uneven passes, under names that begin with "uneven"."""
+    """Return batches that ranks run in step, and batches with uneven passes, whose names begin with "uneven"."""
     others = range(1, num_ranks)
     even = [[tree(10 * rank), tree(10 * rank + 1)] for rank in range(num_ranks)]
     big = [[tree(rank, num_branches=4, depth=5)] for rank in range(num_ranks)]

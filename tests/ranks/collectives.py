@@ -1,4 +1,4 @@
-"""Run by every rank: which collectives a step calls, with the dtype and the size of what each sends."""
+"""Run by every rank: which collectives a step calls, with the dtype and size of what each sends."""
 
 import gc
 import json
@@ -33,13 +33,13 @@ from treering.tree.forest import Forest
 
 
 def backward(*args: Any, **options: Any) -> Any:
-    """A step that keeps partitions: measuring memory takes forwards of its own."""
+    """Run a step that keeps partitions, because measuring memory takes forwards of its own."""
     with forced("keep"):
         return measuring_backward(*args, **options)
 
 
 class Recording(TorchDispatchMode):
-    """Records every operation of torch.distributed: its name, and the dtype, device and numbers of each tensor."""
+    """Dispatch mode that records every call of torch.distributed: its name, and each tensor's dtype, device and size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def recorded(model: nn.Module, mode: Any, rank: int) -> list[list[Any]]:
 
 
 def error_in_three_passes(mode: Any, rank: int) -> float:
-    """The error of gradients whose logits are computed once, by kernels, against one process without them."""
+    """Return the error of gradients whose logits kernels compute once, against one process without kernels."""
     trees = [Forest.from_sequences(tree(number)) for number in range(dist.get_world_size())]
     single, model = build(), build()
     backward(single, trees, sft(), ranks="alone")
@@ -69,16 +69,17 @@ def error_in_three_passes(mode: Any, rank: int) -> float:
     with ExitStack() as stack:
         for name, value in (("has_kernels", lambda _: True), ("rows_at_once", lambda *_: 2)):
             stack.enter_context(mock.patch(f"treering.model.scoring.{name}", value))
-        # It would compute logits again.
+        # Its backward would compute logits again.
         stack.enter_context(mock.patch.object(ThreePassScores, "backward", None))
         backward(model, trees[rank], sft(), ranks=mode)
     return error_of(gradients(model), gradients(single))
 
 
 def sums_of_whole_models(rank: int, num_bytes: int) -> dict[str, Any]:
-    """Two steps of ranks that run one forward, whole and partitioned trees, or nothing.
+    """Run two steps of ranks that run one forward, whole and partitioned trees, or nothing.
 
-    Whether their sums have the bits of those of each weight by itself, and the order of backwards and sums in a step.
+    Return whether their sums have the bits of summing each weight separately, and the order of backwards and sums in a
+    step.
     """
     shares = (([0], None), ([1, 2, 3], 7), ([], None))
     single, model = build(), build()
@@ -117,7 +118,7 @@ def sums_of_whole_models(rank: int, num_bytes: int) -> dict[str, Any]:
 
 
 def fewest_tokens(mode: Any, rank: int) -> list[Any]:
-    """What ranks with room for 40 and 7 tokens at a time plan by, and the error against one process."""
+    """Return the fewest tokens that ranks with room for 40 and 7 tokens plan by, and the error against one process."""
     trees = [Forest.from_sequences(tree(number)) for number in range(dist.get_world_size())]
     single, model = build(), build()
     backward(single, trees, sft(), ranks="alone")
@@ -132,7 +133,7 @@ def fewest_tokens(mode: Any, rank: int) -> list[Any]:
     def measured(parts: Any, weights: Any, mode: Any) -> int:
         # Every rank runs the forwards that measure, which gather weights.
         assert memory._measured(parts, weights, mode) >= memory.LEAST_TOKENS
-        # A weight that is counted in one of the two forwards would be hundreds of bytes a token.
+        # A weight that is counted in only one of the two forwards would be hundreds of bytes a token.
         assert abs(bytes_per_token(parts) - num_bytes) < 10
         return (40, 7)[rank]
 

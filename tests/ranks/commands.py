@@ -1,4 +1,4 @@
-"""Commands under torchrun, and what they leave."""
+"""Commands under torchrun, and their results."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ SCRIPT = "from treering.cli.start import main; main()"
 
 
 def treering(*arguments: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`torchrun --no-python --nproc-per-node 2 treering ARGUMENTS` in a folder, which is imported from too."""
+    """Run `torchrun --no-python --nproc-per-node 2 treering ARGUMENTS` in a folder, which is on the import path."""
     return torchrun("--no-python", sys.executable, "-c", SCRIPT, *arguments, folder=folder, **variables)
 
 
@@ -27,6 +27,6 @@ def torchrun(*arguments: str, folder: Path | None = None, **variables: str) -> s
 
 
 def weights_of(summary: Any) -> dict[str, torch.Tensor]:
-    """Weights of the last checkpoint that a summary names, as `AutoModelForCausalLM` loads them."""
+    """Return the weights of a summary's last checkpoint, as `AutoModelForCausalLM` loads them."""
     checkpoint = summary["checkpoint"] if isinstance(summary, dict) else summary.checkpoint
     return dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict())

@@ -22,13 +22,13 @@ from treering.ranks.setup import without_ddp
 from treering.train.step import backward as measuring_backward
 from treering.tree.forest import Forest
 
-# On two ranks every batch with the plain wraps; with the others, and on more ranks, those that ask most of a wrap.
+# On two ranks every batch runs with the plain wraps; other wraps and more ranks run the most demanding batches.
 ALWAYS = ("skewed", "gspo in partitions")
 PLAIN = ("root", "layers", "tied")
 
 
 def backward(*args: Any, **options: Any) -> Any:
-    """A step that keeps partitions: measuring memory takes forwards of its own."""
+    """Run a step that keeps partitions, because measuring memory takes forwards of its own."""
     with forced("keep"):
         return measuring_backward(*args, **options)
 
@@ -55,7 +55,7 @@ def cases(num_ranks: int) -> Iterator[Case]:
 
 
 def run_cases(num_ranks: int, rank: int) -> dict[str, float]:
-    """The largest relative error of a weight's gradient, by case."""
+    """Return the largest relative error of a weight's gradient, by case."""
     expected: dict[tuple[str, str], dict[str, Tensor]] = {}
     errors = {}
     for case in cases(num_ranks):
@@ -69,9 +69,9 @@ def run_cases(num_ranks: int, rank: int) -> dict[str, float]:
 
 
 def run_in_bfloat16(num_ranks: int, rank: int) -> dict[str, float]:
-    """A policy of bfloat16 weights and float32 sums, against one process that sums the ranks' bfloat16 gradients so.
+    """Compare a policy of bfloat16 weights and float32 sums with one process that sums the ranks' bfloat16 gradients.
 
-    Each rank has one micro-batch, and the objective no denominator, so that both round alike.
+    Each rank has one micro-batch, and the objective has no denominator, so that both round alike.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     groups = [tree(number) for number in range(num_ranks)]
@@ -79,7 +79,7 @@ def run_in_bfloat16(num_ranks: int, rank: int) -> dict[str, float]:
     for group in groups:
         single = build_stock()
         for weight in single.parameters():
-            # The policy casts weights alone, not the buffer of rotations.
+            # The policy casts only weights, not the buffer of rotations.
             weight.data = weight.data.bfloat16()
         backward(single, Forest.from_sequences(group), sft(normalizer="sum"), ranks="alone")
         for name, gradient in gradients(single).items():
@@ -94,7 +94,7 @@ def run_in_bfloat16(num_ranks: int, rank: int) -> dict[str, float]:
 
 
 def run_pictures(num_ranks: int, rank: int) -> dict[str, float]:
-    """A model that takes pictures, whole on every rank; the last rank has a sequence of text alone."""
+    """Run a vision model that is whole on every rank; the last rank has a sequence with only text."""
     errors = {}
     for family in ("qwen3_vl", "gemma3"):
         sequences = sequences_of(family)
@@ -111,14 +111,14 @@ def run_pictures(num_ranks: int, rank: int) -> dict[str, float]:
 
 
 def alone(model: nn.Module, batch: RankBatch) -> dict[str, Tensor]:
-    """The gradients of one process."""
+    """Return the gradients of one process."""
     objective = batch.make_objective(None)
     backward(model, batch.forests(None), objective, batch.max_tokens, ranks="alone")
     return gradients(model)
 
 
 def together(model: nn.Module, batch: RankBatch, mode: Any, rank: int, expected: dict[str, Tensor]) -> float:
-    """The error of two steps whose gradients add up, by a model and by the module inside DDP."""
+    """Return the error of two steps whose gradients add up, by a model and by the module inside DDP."""
     group = ranks.prepare(model)
     total = 0.0
     for called in (model, without_ddp(model)):
@@ -131,7 +131,7 @@ def together(model: nn.Module, batch: RankBatch, mode: Any, rank: int, expected:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients by name."""
+    """Return whole gradients by name."""
     return {name: whole(weight) for name, weight in model.named_parameters() if weight.requires_grad}
 
 
@@ -143,7 +143,7 @@ def whole(weight: nn.Parameter) -> Tensor:
 
 
 def error_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Law 2's measure: relative L2 error, with a floor."""
+    """Return law 2's measure: relative L2 error, with a floor."""
     assert actual.keys() == expected.keys()
     floor = 1e-3 * global_norm(expected)
     return max(

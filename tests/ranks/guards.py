@@ -1,4 +1,4 @@
-"""Run by every rank: what would be wrong silently, or hang, is one error by name on every rank."""
+"""Run by every rank: a step that would be wrong silently, or hang, raises one error by name on every rank."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from treering.tree.forest import Forest
 
 
 def backward(*args: Any, **options: Any) -> Any:
-    """A step that keeps partitions: measuring memory takes forwards of its own."""
+    """Run a step that keeps partitions, because measuring memory takes forwards of its own."""
     with forced("keep"):
         return measuring_backward(*args, **options)
 
@@ -38,7 +38,7 @@ FOREST = Forest.from_sequences(tree(0))
 
 
 def run_guards(num_ranks: int, rank: int) -> dict[str, list[str] | None]:
-    """The type and message of each guard's error, by name; None where nothing was raised."""
+    """Return the type and message of each guard's error, by name; None where nothing was raised."""
     found = {}
     for name, act in guards(num_ranks, rank):
         try:
@@ -54,7 +54,7 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     yield "not prepared", lambda: step(shard_layers(build_float64()))
     yield "DDP not prepared", lambda: step(DistributedDataParallel(build_float64()))
     yield "module of DDP not prepared", lambda: step(DistributedDataParallel(build_float64()).module)
-    # What is sharded after `prepare` averages.
+    # Modules that are sharded after `prepare` average.
     yield "averaging kept", lambda: step(shard_layers(prepared(build_float64())))
     yield "a factor of its own", lambda: step(with_factor(prepared(), 2.0))
     yield "tied apart", lambda: step(prepared(shard_apart(build_float64(tie_word_embeddings=True))))
@@ -140,7 +140,7 @@ def deepspeed_engine(model: nn.Module) -> nn.Module:
 
 
 def partitioned(model: nn.Module) -> nn.Module:
-    """A model whose weights have the marks of ZeRO-3, which are what is left of them where they are not gathered."""
+    """Return a model whose weights have the marks of ZeRO-3, which stay on weights that are not gathered."""
     for number, weight in enumerate(model.parameters()):
         weight.ds_id, weight.ds_shape = number, weight.shape  # type: ignore[attr-defined]
     return model
@@ -151,7 +151,7 @@ def submesh(num_ranks: int) -> Any:
 
 
 def forward_is_that_of_one(num_ranks: int, rank: int) -> None:
-    """Each rank has its own forest; the last one's is empty."""
+    """Check a forward in which each rank has its own forest; the last one's is empty."""
     plain = build_float64()
     model = prepared(fully_shard(copy.deepcopy(plain)))
     forest = Forest.from_sequences(tree(rank)) if rank + 1 < num_ranks else Forest.from_sequences([])
@@ -168,7 +168,7 @@ def with_values() -> Objective:
 
 
 def value_head_inside() -> None:
-    """A value head that is a module of the model is summed over ranks once, like one next to it."""
+    """Check that a value head inside the model is summed over ranks once, like a separate one."""
     found = []
     for is_inside in (False, True):
         model, head = build_float64(), nn.Linear(32, 1).double()
@@ -182,7 +182,7 @@ def value_head_inside() -> None:
 
 
 def goes_on(rank: int) -> None:
-    """A step that failed on all ranks leaves nothing in the next one's gradients."""
+    """Check that a step that failed on all ranks leaves nothing in the next one's gradients."""
     for mode in ("gathered", "sharded"):
         goes_on_in(mode, rank)
 

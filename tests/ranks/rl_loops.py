@@ -30,9 +30,10 @@ VALUES = (
 
 Engine = Literal["scripted", "distilled", "drafting", "adapters"]
 """Fixed rollouts, also with a teacher, or those of an engine that reads the weights: with a history of all ranks'
-rollouts, or without, by weights with adapters."""
+rollouts, or without it and with adapters.
+"""
 Model = Literal["whole", "gathered", "sharded"]
-"""What each rank holds, and how ranks keep step."""
+"""How each rank holds the model, and how ranks keep step."""
 
 
 class RlCase(NamedTuple):
@@ -54,7 +55,7 @@ SAVED = CASES[2:4]
 
 
 class Run(NamedTuple):
-    """What a loop has trained and logged: final weights, and of each step its values and its rollouts with rewards."""
+    """Results of a loop: final weights, and of each step its values and its rollouts with rewards."""
 
     weights: dict[str, Tensor]
     values: list[dict[str, float]]
@@ -103,7 +104,7 @@ def build(case: RlCase, seed: int) -> nn.Module:
 
 
 def train(loop: RlLoop, saved_to: Path | None = None) -> Run:
-    """Trains to the last step, and saves the loop after `SAVED_STEP` if there is a folder."""
+    """Train to the last step, and save the loop after `SAVED_STEP` if there is a folder."""
     values, rollouts, num_drafted, num_micro_batches = [], [], 0.0, 0
     while loop.num_steps_done < NUM_STEPS:
         report = loop.step()
@@ -120,33 +121,29 @@ def train(loop: RlLoop, saved_to: Path | None = None) -> Run:
 
 
 def run_alone(folder: Path) -> None:
-    """The runs of one process by engine; the one with a history is saved to `rl-one` after `SAVED_STEP`."""
+    """Save the runs of one process by engine; the one with a history is saved to `rl-one` after `SAVED_STEP`."""
     for case in (RlCase("whole", engine) for engine in get_args(Engine)):
         run = train(make_loop(case, on_ranks=False), folder / "rl-one" if case.engine == "drafting" else None)
         torch.save(tuple(run), expected_file(folder, case))
 
 
 def resume(folder: Path, case: RlCase, *, on_ranks: bool) -> RlLoop:
-    """A loop of other weights at first, in the state of the checkpoint."""
+    """Resume a loop, which has other weights at first, from the checkpoint."""
     loop = make_loop(case, on_ranks=on_ranks, seed=1)
     assert store(folder, group=loop._group).restore_newest(loop) == SAVED_STEP
     return loop
 
 
 def resume_alone(folder: Path, case: RlCase) -> float:
-    """The error of the final weights of one process that goes on from the checkpoint of several."""
+    """Return the error of the final weights if one process resumes the checkpoint of several."""
     run = train(resume(folder / f"rl-{case.model}", case, on_ranks=False))
     return error_of(run.weights, expected_of(folder, case).weights)
 
 
 def run_rl_loops(folder: Path, before: Path | None, num_ranks: int, rank: int) -> dict[str, Any]:
-    """What each case has found, on every rank: errors of the final weights, and what it logged.
+    """Return the results of each case on every rank: errors of the final weights, and the log.
 
-    Args:
-        folder: of this number of ranks, with the runs of one process.
-        before: of fewer ranks; None if there is none.
-        num_ranks: of this run.
-        rank: this one.
+    `folder` belongs to this number of ranks and has the runs of one process; `before` belongs to fewer ranks.
     """
     found: dict[str, Any] = {}
     for case in CASES:
@@ -167,7 +164,7 @@ def run_rl_loops(folder: Path, before: Path | None, num_ranks: int, rank: int) -
 
 
 def resumed(case: RlCase, folder: Path, before: Path | None, run: Run, expected: Run) -> dict[str, Any]:
-    """The errors of runs that go on from a checkpoint of these ranks, of one process, and of fewer ranks."""
+    """Return the errors of runs that resume a checkpoint of these ranks, of one process, and of fewer ranks."""
     again = train(resume(folder / f"rl-{case.model}", case, on_ranks=True))
     others = [folder / "rl-one", *([] if before is None else [before / f"rl-{case.model}"])]
     return {

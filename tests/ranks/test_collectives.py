@@ -1,4 +1,4 @@
-"""Every collective of a step is one that NCCL has, on the model's device, and small facts go by the host's backend."""
+"""Every collective of a step is one that NCCL has, on the model's device; small facts use the host's backend."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,10 @@ pytestmark = pytest.mark.ranks
 
 NUM_RANKS = 2
 OF_NCCL = {"allreduce_", "_allgather_base_", "_reduce_scatter_base_"}
-"""What a step sends of weights and gradients. NCCL takes them on CUDA; nothing is sent from one rank to another, and
-nothing is broadcast, scattered or exchanged."""
+"""Collectives of weights and gradients that NCCL supports on CUDA.
+
+Ranks send nothing to each other directly, and nothing is broadcast, scattered or exchanged.
+"""
 
 Found = list[dict[str, Any]]
 
@@ -27,7 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def split(calls: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The calls with weights or gradients, which are float32 here, and those with facts and small sums."""
+    """Split calls into those with weights or gradients, which are float32 here, and those with facts and small sums."""
     big = [call for call in calls if all(dtype == "torch.float32" for dtype, *_ in call[1])]
     return big, [call for call in calls if call not in big]
 
@@ -39,7 +41,7 @@ def test_weights_and_gradients_are_sent_by_what_nccl_has(mode: str, found: Found
         names = {name for name, _ in big}
         assert names <= OF_NCCL
         assert names == ({"allreduce_"} if mode == "whole" else OF_NCCL - {"allreduce_"})
-        # Float64 sums, and pickled facts with their lengths: of the host.
+        # Float64 sums, and pickled facts with their lengths, all on the host.
         assert {name for name, _ in small} <= {"allreduce_", "allgather_", "_allgather_base_"}
         kinds = {(dtype, device) for _, facts in small for dtype, device, _ in facts}
         assert kinds <= {("torch.float64", "cpu"), ("torch.uint8", "cpu"), ("torch.int64", "cpu")}
@@ -64,7 +66,7 @@ def test_sums_that_begin_in_the_last_backward_have_the_bits_of_those_of_each_wei
         for events in (own, other):
             kinds.add(events.count("begin"))
             first = events.index("sum")
-            # Nothing is sent before the last backward, and everything before its end.
+            # Nothing is sent before the last backward begins, and everything before it ends.
             assert "begin" not in events[first:]
             assert events[first - 1 :] == ["begin", *["sum"] * events.count("sum"), "end"] or "begin" not in events
     assert 0 in kinds

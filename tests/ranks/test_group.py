@@ -1,4 +1,4 @@
-"""Where a group's small sums take place, by its backends."""
+"""The device on which a group computes its small sums, by its backends."""
 
 import pytest
 import torch

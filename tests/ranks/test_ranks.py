@@ -1,4 +1,4 @@
-"""Ranks under torchrun: every case is exact on 2 and on 4 of them, and what would not be is refused by name on each.
+"""Ranks under torchrun: every case is exact on 2 and on 4 of them, and inexact ones are refused by name on each.
 
 One start per number of ranks runs all cases, because a start costs seconds. `make ranks-test` runs this file.
 """
@@ -29,7 +29,7 @@ Found = dict[int, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What every rank found, by number of ranks."""
+    """The results of every rank, by number of ranks."""
     found: Found = {}
     before: Path | None = None
     for size in NUM_RANKS:
@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def run_under_torchrun(num_ranks: int, folder: Path, before: Path | None) -> list[dict[str, Any]]:
-    """Runs every case; `before` is the folder of fewer ranks, whose checkpoints are resumed too."""
+    """Run every case; `before` is the folder of fewer ranks, whose checkpoints are resumed too."""
     rl_loops.run_alone(folder)
     done = torchrun(num_ranks, "tests.ranks.worker", str(folder), "-" if before is None else str(before))
     files = [folder / f"rank{rank}.json" for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""`treering sft` under torchrun: one process speaks and writes, and it writes what a run without torchrun does."""
+"""`treering sft` under torchrun: only one process prints and writes, with the results of a run without torchrun."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def alone(folder: Path, *overrides: str, file: str = "run.toml") -> SftSummary:
 @pytest.mark.ranks
 def test_two_ranks_write_the_run_of_one(folder: Path, of_two: subprocess.CompletedProcess[str]) -> None:
     assert of_two.returncode == 0, of_two.stderr[-2000:]
-    # One object, though two processes ran.
+    # One object, although two processes ran.
     summary = json.loads(of_two.stdout)
     rows = [json.loads(line) for line in (folder / "two" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -82,7 +82,7 @@ def test_two_ranks_write_the_run_of_one(folder: Path, of_two: subprocess.Complet
         assert rows[step]["eval/num_tokens"] == ours[step]["eval/num_tokens"]
     expected = weights_of(one)
     for name, weight in weights_of(summary).items():
-        # Adam's first steps move each weight by the learning rate, also where a gradient is rounding alone.
+        # Adam's first steps move each weight by the learning rate, even where a gradient is only rounding.
         assert float((weight - expected[name]).norm() / expected[name].norm()) < 1e-4, name
 
 

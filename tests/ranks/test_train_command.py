@@ -1,4 +1,4 @@
-"""`treering train` under torchrun: one process speaks and writes what a run of one does, and all end together."""
+"""`treering train` under torchrun: one process prints and writes the results of a run of one, and all end together."""
 
 import json
 import subprocess
@@ -80,7 +80,7 @@ WORDS = ["?", "q", "<|im_start|>", "<|im_end|>", "user", "assistant", "yes", "no
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a configuration over five prompts, whose rewards differ from the first step on."""
+    """A folder with a configuration over five prompts, whose rewards differ from the first step on."""
     made: Path = tmp_path_factory.mktemp("train")
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -116,7 +116,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def rollouts(run: Path) -> list[Any]:
-    """Every logged rollout, in order of the log."""
+    """Return every logged rollout, in order of the log."""
     found = [row for file in sorted((run / "rollouts").iterdir()) for row in read_trajectories(file)]
     return [(row.step, row.task_id, row.trial, row.version, row.tokens.tolist(), row.reward) for row in found]  # type: ignore[union-attr]
 
@@ -124,7 +124,7 @@ def rollouts(run: Path) -> list[Any]:
 def assert_close(found: Any, expected: Any) -> None:
     theirs = weights_of(expected)
     for name, weight in weights_of(found).items():
-        # Adam's first steps move each weight by the learning rate, also where a gradient is rounding alone.
+        # Adam's first steps move each weight by the learning rate, even where a gradient is only rounding.
         assert float((weight - theirs[name]).norm() / theirs[name].norm()) < 1e-4, name
 
 
@@ -133,7 +133,7 @@ def test_two_ranks_write_the_run_of_one(
     folder: Path, of_two: subprocess.CompletedProcess[str], of_one: TrainSummary
 ) -> None:
     assert of_two.returncode == 0, of_two.stderr[-2000:]
-    # One object, and one line a step, though two processes ran.
+    # One object, and one line a step, although two processes ran.
     summary = json.loads(of_two.stdout)
     summary["checkpoint"] = str(folder / summary["checkpoint"])
     assert of_two.stderr.count("step 4/4") == 1
@@ -196,7 +196,7 @@ def test_two_ranks_run_and_train_the_episodes_of_one(folder: Path) -> None:
     assert_close(of_two, of_one)
 
 
-# What happens to which rank at which of its rewards, the first of the second step, and what the one line says.
+# What happens to which rank at which of its rewards, the first of the second step, and the line that is printed.
 ENDS = {
     "error 1 5": "rank 1 refuses this step",
     "SIGTERM 1 5": "interrupted by SIGTERM; step 2 is saved and 3 is next; the same command resumes the run",
@@ -213,7 +213,7 @@ def test_what_ends_one_rank_ends_all_with_one_line(fault: str, folder: Path) -> 
     assert done.returncode != 0
     assert len(lines) == 1, done.stderr
     assert any(words in lines[0] for words in ENDS[fault].split("|"))
-    # The step before is whole, and at a signal the running one too.
+    # The previous step is complete, and after a signal the running one too.
     num_done = 2 if "SIGTERM" in fault else 1
     assert [row["step"] for row in rows(folder / run)] == [*range(1, num_done + 1)]
     assert alone(folder, f"run.dir={folder / run}", "rl.num_steps=3").resumed_from_step == num_done

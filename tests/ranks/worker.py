@@ -1,4 +1,4 @@
-"""One rank of the tests, started by torchrun: runs every case in one process and saves what it found."""
+"""One rank of the tests, started by torchrun: runs every case in one process and saves the results."""
 
 import datetime
 import gc

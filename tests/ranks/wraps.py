@@ -16,7 +16,7 @@ from treering.model.layers import enable_gradient_checkpointing
 
 
 def build(name: str) -> nn.Module:
-    """The model of a wrap, not wrapped yet."""
+    """Build the model of a wrap, before wrapping."""
     model: Any = build_float64(tie_word_embeddings=name.startswith("tied"))
     if name == "LoRA":
         return with_lora(model)
@@ -31,14 +31,14 @@ def with_lora(model: Any) -> nn.Module:
 
 
 def shard_layers(model: Any, **options: Any) -> nn.Module:
-    """A unit for each layer, and one around all."""
+    """Wrap each layer, and all in one more unit."""
     for layer in model.get_decoder().layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)  # type: ignore[no-any-return]
 
 
 def shard_apart(model: Any) -> nn.Module:
-    """No unit around all: the decoder and the head are two."""
+    """Wrap the decoder and the head as two units, without one around all."""
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model.model)
@@ -47,13 +47,13 @@ def shard_apart(model: Any) -> nn.Module:
 
 
 def shard_all(model: Any) -> nn.Module:
-    """Units of all sizes, inside each other."""
+    """Wrap units of all sizes, inside each other."""
     shard_apart(model)
     return fully_shard(model)  # type: ignore[no-any-return]
 
 
 def shard_some(model: Any) -> nn.Module:
-    """Layers alone: embedding, last norm and head are whole on all ranks."""
+    """Wrap only layers: embedding, last norm and head are whole on all ranks."""
     for layer in model.model.layers:
         fully_shard(layer)
     return model  # type: ignore[no-any-return]
@@ -71,7 +71,7 @@ def shard_lora(model: Any) -> nn.Module:
 
 
 def shard_tied_list(model: Any) -> nn.Module:
-    """Torch's own way to keep tied weights in one unit."""
+    """Keep tied weights in one unit, by torch's own method."""
     fully_shard([model.model.embed_tokens, model.lm_head])
     return shard_layers(model)
 

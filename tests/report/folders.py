@@ -17,7 +17,7 @@ CONFIG = {
 
 
 def row(step: int, **values: float | str) -> dict[str, Any]:
-    """A step of two an epoch, with figures that differ from step to step."""
+    """Return a metrics row, two steps an epoch, with figures that differ from step to step."""
     return {
         "step": step,
         "train/epoch": (step - 1) // 2,
@@ -44,7 +44,7 @@ def row(step: int, **values: float | str) -> dict[str, Any]:
 
 
 def rollout(prompt: str, epoch: int, tokens: list[int], **given: Any) -> Trajectory:
-    """A rollout after a prompt of two tokens."""
+    """Return a rollout after a prompt of two tokens."""
     mask = np.arange(len(tokens)) >= 2
     return Trajectory(
         task_id=prompt, epoch=epoch, step=2 * epoch + 1, tokens=np.array(tokens, np.int32), loss_mask=mask, **given
@@ -52,7 +52,7 @@ def rollout(prompt: str, epoch: int, tokens: list[int], **given: Any) -> Traject
 
 
 def write_run(folder: Path, num_steps: int = 4, config: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """The folder of a run of that many steps, with two prompts of three rollouts an epoch; its rows."""
+    """Write the folder of a run of that many steps, with two prompts of three rollouts an epoch; return its rows."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row(step) for step in range(1, num_steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -64,7 +64,7 @@ def write_run(folder: Path, num_steps: int = 4, config: dict[str, Any] | None = 
 
 
 def write_timeline(folder: Path, num_steps: int) -> list[dict[str, Any]]:
-    """The spans of a run with two workers, of which the second is idle half of the time, and a trainer."""
+    """Write the spans of a run with two workers, of which the second is idle half of the time, and a trainer."""
     spans = [
         {"step": step, "worker": worker, "started_s": at, "ended_s": at + size, "busy_s": size, "num_rollouts": 3}
         for step in range(1, num_steps + 1)
@@ -76,7 +76,7 @@ def write_timeline(folder: Path, num_steps: int) -> list[dict[str, Any]]:
 
 
 def group(prompt: str, epoch: int) -> list[Trajectory]:
-    """Three rollouts that share their prompt, and two of them four tokens more; the same in every epoch."""
+    """Return three rollouts that share their prompt, and two of them four tokens more; the same in every epoch."""
     start = [1, 2] if prompt == "a" else [3, 4]
     ends = [[10, 11, 12, 13, 20, 21, 22], [10, 11, 12, 13, 30, 31], [40, 41, 42, 43, 44]]
     rewards, advantages = (1.0, 0.5, 0.0), (1.25, 0.0, -1.25)

@@ -21,13 +21,13 @@ BROWSER = next(
 )
 pytestmark = pytest.mark.skipif(not BROWSER, reason="needs chromium")
 
-# Notes errors from the first script on.
+# Records errors from the first script on.
 WATCH = """<script>
 const errors = [];
 addEventListener("error", event => errors.push(String(event.message)));
 console.error = (...words) => errors.push(words.join(" "));
 </script>"""
-# Runs after the page's own script, chooses as a reader does, and writes down what the page shows then.
+# Runs after the page's own script, chooses as a reader does, and records what the page shows then.
 PROBE = """<script>
 {
 const choose = (id, value) => {
@@ -115,7 +115,7 @@ document.body.append(answer);
 
 
 def shown(tmp_path: Path, page: str, probe: str, width: int = 1280) -> dict[str, Any]:
-    """What a probe finds on a page in a browser, without a network."""
+    """Return what a probe finds on a page in a browser, without a network."""
     file = tmp_path / "page.html"
     file.write_text(page.replace("<style>", WATCH + "<style>", 1).replace("</body>", probe + "</body>"))
     command = [

@@ -1,4 +1,4 @@
-"""The page of a run shows what its folder holds, and says what is missing."""
+"""The page of a run shows what its folder holds, and names what is missing."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_the_page_holds_the_numbers_of_the_metrics_file(tmp_path: Path) -> None:
 def test_an_epoch_has_the_ratios_of_its_sums(tmp_path: Path) -> None:
     write_run(tmp_path)
     first = content_of(tmp_path)["runs"][0]["epochs"][0]
-    # 60 tokens in 30 rows and 120 in 40; computed 101 + 102 of 401 + 402 tokens.
+    # 60 tokens in 30 rows and 120 in 40; 101 + 102 of 401 + 402 tokens computed.
     assert first["tokens_per_forward"] == pytest.approx(180 / 70)
     assert first["acceptance"] == pytest.approx(0.5)
     assert first["reward"] == pytest.approx(0.09375)
@@ -51,7 +51,7 @@ def test_each_rollout_is_counted_once_in_the_account(tmp_path: Path) -> None:
     left_out = {"reward failed": 4, "not scored": 0, "empty": 4}
     account = content_of(tmp_path)["runs"][0]["account"]
     assert account == {"trained": 16, "equal rewards in the group": 8, **left_out}
-    # The trained branches of an environment are counted, of which a rollout may have many.
+    # The trained branches of an environment are counted; a rollout may have many.
     episodes = [row(1, **{"train/num_branches": 40, "reward/num_unscored": 3})]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in episodes))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"task": {"kind": "environment"}}))
@@ -86,7 +86,7 @@ def test_damaged_settings_and_rollouts_are_notes(tmp_path: Path) -> None:
     found = content_of(tmp_path)
     assert any(note.startswith("config.json cannot be read") for note in found["notes"])
     assert any(note.startswith("epoch-001.jsonl is left out") for note in found["notes"])
-    # The epoch before is drawn instead.
+    # The previous epoch is drawn instead.
     assert found["epoch"] == 0
 
 

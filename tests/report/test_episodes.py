@@ -32,7 +32,7 @@ def test_each_token_of_each_branch_is_in_one_bar_of_its_kind() -> None:
     for start, length, top, bottom, agent, _, _ in drawn["spans"]:
         assert (covered[top:bottom, start : start + length] == -2).all()
         covered[top:bottom, start : start + length] = agent
-    # Rows of branches that share are neighbours; here they stand as given.
+    # The page draws branches that share as neighbours; here they are in the given order.
     assert covered.tolist() == [[-1, -1, 0, 0, -1, 0, -2], [-1, -1, 0, 0, -1, 0, 0], [-1, 1, -2, -2, -2, -2, -2]]
     assert [(drawn["agents"][agent], reward) for agent, reward, _ in drawn["rows"]] == [
         ("a", 0.5),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(NODE is None, reason="needs node")
 
 
 def figures(*runs: str) -> dict[str, list[tuple[str, str, str]]]:
-    """Name, colour and dashes of each line of the charts of some runs with the same metrics, as in a demo."""
+    """Return name, colour and dashes of each chart line of some runs with the same metrics, as in a demo."""
     row = {"step": 1, "train/clip_low": 0.1, "train/clip_high": 0.2, "train/entropy": 0.3, "eval/pass_at_4": 0.5}
     content = {
         "kind": "rl",

@@ -1,4 +1,4 @@
-"""What is drawn of the newest rollouts: every token once, with its branches, and the source that drafted it."""
+"""Drawing of the newest rollouts: every token once, with its branches, and the source that drafted it."""
 
 from pathlib import Path
 

@@ -8,12 +8,12 @@ from tests.rl.runs import eager, memory_of, sampling_loop, steps_in
 from tests.train.loop.runs import tensors_of
 
 NUM_STEPS = 7
-"""Two epochs of three steps, and a third of another."""
+"""Two epochs of three steps, and one step of a third."""
 SAVE_EVERY = 2
 
 
 def train(folder: Path) -> str:
-    """Trains `NUM_STEPS` steps in `folder`, resuming an existing run."""
+    """Train `NUM_STEPS` steps in `folder`, resuming an existing run."""
     memory = eager()
     loop = sampling_loop(drafting=memory)
     list(steps_in(folder, loop, NUM_STEPS, save_every=SAVE_EVERY))

@@ -1,5 +1,3 @@
-"""Rollouts made by hand."""
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -40,7 +40,7 @@ def share_of_even_tokens(rollout: Rollout) -> float:
 
 
 class TinyTask(Task):
-    """Prompts of a few tokens each; the reward is a function of the rollout alone."""
+    """Task with prompts of a few tokens each, whose reward depends only on the rollout."""
 
     def __init__(self, num_prompts: int = 5, reward: Reward = share_of_even_tokens, names: Sequence[str] = ()) -> None:
         self._reward = reward
@@ -65,7 +65,7 @@ class TinyTask(Task):
 
 
 def script(request: Request) -> list[int]:
-    """Tokens that depend on prompt, draw and sample, and that share a beginning within a group."""
+    """Return tokens that depend on prompt, draw and sample, and that share a beginning within a group."""
     seed = [ord(symbol) for symbol in str(request.prompt_id)]
     common = np.random.default_rng([*seed, request.draw]).integers(1, VOCAB, size=3)
     own = np.random.default_rng([*seed, request.draw, 1 + request.sample]).integers(1, VOCAB, size=2 + request.sample)
@@ -73,7 +73,7 @@ def script(request: Request) -> list[int]:
 
 
 def scripted_step(loop: RlLoop) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompt and response of each rollout that the script writes for the first step of a loop over a `TinyTask`."""
+    """Return prompt and response of each rollout that the script writes for a `TinyTask` loop's first step."""
     for prompt in (TinyTask().prompts[i] for i in loop.plan.tasks_of(1)):
         for sample in range(4):
             request = Request(prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=SAMPLING, sample=sample)
@@ -81,7 +81,7 @@ def scripted_step(loop: RlLoop) -> Iterator[tuple[list[int], list[int]]]:
 
 
 class Uneven(ScriptedEngine):
-    """A scripted engine whose two log-probabilities differ, as top-p makes them."""
+    """Scripted engine whose two log-probabilities differ, as under top-p."""
 
     def step(self) -> list[Rollout]:
         return [
@@ -95,12 +95,12 @@ class Uneven(ScriptedEngine):
 
 
 def uneven(drafter: Drafter | None, version: int) -> ScriptedEngine:
-    """Makes a scripted engine, which ignores the drafter."""
+    """Make a scripted engine, which ignores the drafter."""
     return Uneven(script, max_batch=3, version=version)
 
 
 def options(**changes: object) -> RlOptions:
-    """Two prompts per step, groups of four."""
+    """Return options of two prompts per step, in groups of four."""
     plain = {"prompts_per_step": 2, "group_size": 4, "sampling": SAMPLING}
     return RlOptions(**(plain | changes))  # type: ignore[arg-type]
 
@@ -115,7 +115,6 @@ def scripted_loop(
     reference: MakeReference | None = None,
     **changes: object,
 ) -> RlLoop:
-    """A loop with a scripted engine."""
     return RlLoop(
         build() if model is None else model,
         TinyTask() if task is None else task,
@@ -135,11 +134,11 @@ def sampling_loop(
     task: Task | None = None,
     **changes: object,
 ) -> RlLoop:
-    """A loop with a TorchEngine, over a `TinyTask` unless another is given."""
+    """Return a loop with a TorchEngine, over a `TinyTask` unless another task is given."""
     model = build() if model is None else model
 
     def make_engine(drafter: Drafter | None, version: int) -> TorchEngine:
-        # No clock decides how much is drafted: runs are compared bit by bit.
+        # No clock decides how much is drafted, because runs are compared bit by bit.
         return TorchEngine(model, drafter, max_batch=4, max_tokens=200, version=version, num_threads=1, costs="none")
 
     return RlLoop(
@@ -154,12 +153,12 @@ def sampling_loop(
 
 
 def eager() -> Drafting:
-    """A history with a very low acceptance threshold for drafts."""
+    """Return a history with a very low acceptance threshold for drafts."""
     return Drafting(DraftOptions(min_acceptance=0.01))
 
 
 def store(folder: Path, **changes: object) -> CheckpointStore:
-    """A checkpoint store of the run `IDENTITY`, with hints."""
+    """Return a checkpoint store of the run `IDENTITY`, with hints."""
     chosen = {"folder": folder / "checkpoints", "identity": IDENTITY, "hints": folder / "history"}
     return CheckpointStore(**(chosen | changes))  # type: ignore[arg-type]
 
@@ -167,7 +166,7 @@ def store(folder: Path, **changes: object) -> CheckpointStore:
 def steps_in(
     folder: Path, loop: Resumable[RlStepReport], num_steps: int, *, save_every: int | None = 1, **more: Any
 ) -> Iterator[RlStepReport]:
-    """The steps of a run in a folder, where it goes on; its rollouts are logged. `more` as for `run_steps`."""
+    """Yield the steps of a run in a folder, resuming an existing run and logging rollouts; `more` is for `run_steps`."""
     checkpoints = store(folder)
     opened = open_run(folder, loop, checkpoints)
     log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)
@@ -184,7 +183,7 @@ def steps_in(
 
 
 def memory_of(drafting: Drafting) -> dict[str, torch.Tensor]:
-    """The arrays of the history and the state of the drafter."""
+    """Return the arrays of the history and the state of the drafter."""
     texts = {
         f"{prompt_id}.{version}": torch.from_numpy(np.array(text))
         for prompt_id, index in sorted(drafting.store.snapshot.items())

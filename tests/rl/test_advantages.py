@@ -36,7 +36,7 @@ def test_equal_rewards_have_advantages_of_exactly_zero(reward: float, num: int, 
 HUGE = st.floats(-1e300, 1e300) | st.builds(
     lambda mantissa, exponent: mantissa * 10.0**exponent, st.floats(-9, 9), st.integers(-300, 299)
 )
-"""Numbers of one size, and numbers of all sizes."""
+"""Numbers of one magnitude, and numbers of all magnitudes."""
 
 
 @given(st.lists(HUGE, min_size=2, max_size=9), st.sampled_from(ESTIMATORS))

@@ -11,7 +11,7 @@ from treering.rl.tasks.task import Prompt
 
 
 def rollout(prompt_id: str, sample: int, reward: float, tokens: list[int]) -> Rollout:
-    """Log-probs that encode prompt, sample and position; the second token is an observation."""
+    """Return a rollout whose log-probs encode prompt, sample and position; its second token is an observation."""
     size = len(tokens)
     logprobs = -np.arange(1.0, size + 1)
     return rollout_of(

@@ -1,4 +1,4 @@
-"""Several updates a batch, dynamic sampling and the length penalty: each is what a few lines by hand give."""
+"""Several updates a batch, dynamic sampling and the length penalty each equal a few lines written by hand."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,7 +23,7 @@ ADAM = OptimOptions(learning_rate=1e-2, eps=1e-4, max_grad_norm=0.0)
 
 
 def own_logprobs(model: nn.Module, trajectory: Trajectory) -> Tensor:
-    """Log-probs of the sampled tokens with the stock forward."""
+    """Return log-probs of the sampled tokens with the stock forward."""
     assert trajectory.tokens is not None
     assert trajectory.loss_mask is not None
     num_prompt = int((~trajectory.loss_mask.astype(bool)).sum())
@@ -33,7 +33,7 @@ def own_logprobs(model: nn.Module, trajectory: Trajectory) -> Tensor:
 def step_by_hand(
     model: nn.Module, optimizer: torch.optim.Optimizer, rows: Sequence[Trajectory], old: Sequence[Tensor]
 ) -> None:
-    """One update by GRPO's clipped loss, the mean over each sequence's tokens and then over sequences."""
+    """Make one update by GRPO's clipped loss: the mean over each sequence's tokens and then over sequences."""
     terms = []
     for row, base in zip(rows, old, strict=True):
         assert row.advantage is not None
@@ -60,7 +60,7 @@ def test_the_updates_of_a_batch_are_steps_by_hand_whose_ratios_keep_their_base(
     report = loop.step()
     rows = loop.latest
     if old_logprobs == "sampled":
-        # What `Uneven` says of its tokens.
+        # The log-probs that `Uneven` reports.
         tokens = [torch.from_numpy(row.tokens[row.loss_mask.astype(bool)]) for row in rows]
         old = [-2.0 - (own % 5) / 2 for own in tokens]
     else:
@@ -104,7 +104,7 @@ def test_nothing_saves_or_interrupts_between_the_updates_of_a_step(monkeypatch: 
 
 
 class Sometimes(TinyTask):
-    """Groups of some prompts have one reward."""
+    """Task in which the rewards of some groups are equal."""
 
     def __init__(self, equal: set[str]) -> None:
         super().__init__(num_prompts=6, reward=lambda rollout: 0.0)
@@ -115,7 +115,7 @@ class Sometimes(TinyTask):
 
 
 def groups_trained(monkeypatch: pytest.MonkeyPatch, loop: RlLoop, num_steps: int) -> list[list[str]]:
-    """The prompts of the groups with an update, by step."""
+    """Return the prompts of the groups with an update, by step."""
     found: list[list[str]] = []
     batch_of = Trainer._scored
 
@@ -181,7 +181,7 @@ def test_long_rollouts_lose_what_the_paper_says_and_reports_keep_the_reward_of_t
     for row in loop.latest:
         length = int(row.loss_mask.sum())
         rewards.append(float((row.tokens[row.loss_mask.astype(bool)] % 2 == 0).mean()))
-        # Equation 13 of arXiv 2503.14476, whose last case, beyond the longest, cannot be sampled.
+        # Equation 13 of arXiv 2503.14476; its last case, beyond the longest, cannot be sampled.
         punishment = 0.0 if length <= longest - buffer else ((longest - buffer) - length) / buffer
         rewards[-1] += 0.5 * punishment
     expected = np.array(rewards).reshape(2, 4)

@@ -27,7 +27,7 @@ SAMPLING = Sampling(max_tokens=8, stop_tokens=(STOP,))
 
 
 class Fake(Task):
-    """A task with a given reward function."""
+    """Task with a given reward function."""
 
     prompts = PROMPTS
     vocab_size = 10
@@ -45,7 +45,7 @@ class Fake(Task):
 
 
 def countdown(request: Request) -> list[int]:
-    """Later samples are shorter, so that they finish first."""
+    """Return fewer tokens for later samples, so that they finish first."""
     return [request.sample] * (4 - request.sample) + [STOP]
 
 
@@ -108,7 +108,7 @@ def test_requests_carry_draw_prompt_and_sampling() -> None:
 
 
 def place_of(file: str) -> str:
-    """The path as errors name a file: relative to the current folder, if it is inside."""
+    """Return the path as errors name a file: relative to the current folder, if it is inside."""
     return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
 
 
@@ -182,7 +182,7 @@ def test_numbers_beside_a_reward_are_kept_by_name_in_the_order_of_prompts_and_sa
 
 
 class Ranking(Fake):
-    """Rewards a group at once: the rank of each sample's number of tokens."""
+    """Task that rewards a group at once with the rank of each sample's number of tokens."""
 
     rewards_groups = True
 
@@ -231,7 +231,7 @@ def test_only_the_first_messages_are_kept_whatever_finishes_first() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Python's own handler of Ctrl-C, which a test run that was started in the background lacks."""
+    """Install Python's own handler of Ctrl-C, which a test run that was started in the background lacks."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

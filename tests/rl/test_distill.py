@@ -20,7 +20,7 @@ TEACHER = build_float64("llama", seed=4).eval()
 
 
 def flat_loss(student: nn.Module, temperature: float) -> Tensor:
-    """The mean reverse KL at all tokens that the script writes for the first step, with the stock forwards."""
+    """Return the mean reverse KL at all tokens that the script writes for the first step, with the stock forwards."""
     terms = []
     for prompt, response in scripted_step(scripted_loop(build())):
         ids, first = torch.tensor([[*prompt, *response]]), len(prompt) - 1

@@ -30,7 +30,7 @@ def rows_of(prompt_id: str, *rollout: int) -> DraftRows:
 
 
 def learnt(drafting: Drafting) -> Drafting:
-    """The drafting, after a draft that was rejected."""
+    """Return the drafting state after a draft that was rejected."""
     for sample in range(2):
         drafting.add(rollout_of("a", sample))
     drafting.publish()
@@ -124,10 +124,10 @@ def test_each_step_measures_again_whether_drafts_pay() -> None:
     drafting = Drafting()
     drafting.add(rollout_of("a", 0))
     drafting.publish()
-    # Drafts cost a hundredth, the step itself nothing: one that accepts nothing loses, and the next ones rest.
+    # Drafts cost a hundredth, the step itself nothing: a draft that gets nothing accepted loses, and drafting pauses.
     drafting.drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 64]), seconds=np.array([1e-6, 2e-6])))
     rows, sizes = rows_of("a", 5), [1]
-    # The first rest is over after one step; the second one takes two, of which one is left here.
+    # The first pause ends after one step; the second takes two, of which one is left here.
     while len(sizes) < 40 and (sizes.count(0) < 2 or sizes[-1]):
         sizes.append(drafting.drafter.propose(rows).tokens.size)
         if sizes[-1]:

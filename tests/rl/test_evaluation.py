@@ -1,4 +1,4 @@
-"""Held-out rewards: pass@k of a policy whose chances are known exactly, and no trace in what is trained."""
+"""Held-out rewards: pass@k of a policy whose chances are known exactly, and no effect on training."""
 
 import json
 from itertools import product
@@ -83,7 +83,7 @@ def engine_of(model: torch.nn.Module, seed: int = 5) -> TorchEngine:
 
 
 def train(folder: Path, *, evaluates: bool, stop_after: int | None = None) -> tuple[RlLoop, list[list[int]]]:
-    """Four steps with drafts; may leave the run early. The loop, and every rollout that this call trained."""
+    """Train four steps with drafts, or fewer; return the loop and every rollout that this call trained."""
     drafting = eager()
     loop, rollouts = sampling_loop(drafting=drafting), []
     options = EvalOptions(sampling=Sampling(max_tokens=12), num_samples=2)

@@ -1,4 +1,4 @@
-"""A run whose every reward fails ends at once, or after a few steps; one that gets some rewards goes on."""
+"""A run whose rewards all fail ends at once, or after a few steps; one that gets some rewards continues."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from treering.rl.sampler import MAX_FAILED_STEPS
 
 
 class Failing:
-    """A reward that fails in the calls that `fails` names."""
+    """Reward that fails in all calls but `good_calls`."""
 
     def __init__(self, *, good_calls: frozenset[int] = frozenset()) -> None:
         self.num_calls = 0

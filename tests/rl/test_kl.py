@@ -31,7 +31,7 @@ def never() -> nn.Module:
 
 
 def logprobs_of_step(model: nn.Module, loop: RlLoop, temperature: float) -> list[Tensor]:
-    """Log-probs of the tokens that the script writes for the first step, with the stock forward."""
+    """Return log-probs of the tokens that the script writes for the first step, with the stock forward."""
     return [
         flat_logprobs(model, [*prompt, *response], temperature)[0][len(prompt) - 1 :]
         for prompt, response in scripted_step(loop)
@@ -73,7 +73,7 @@ def test_in_the_reward_its_sum_over_a_rollout_is_taken_off(task: TinyTask) -> No
     report = loop.step()
     with torch.no_grad():
         wanted = [values.numpy() for values in logprobs_of_step(reference(), loop, 1.0)]
-    # `Uneven` reports these log-probs of the policy, whatever the model.
+    # `Uneven` reports these as the policy's log-probs, whatever the model.
     tokens = [t.tokens[t.loss_mask] for t in loop.latest]
     k1 = [-2.0 - (own % 5) / 2 - ref for own, ref in zip(tokens, wanted, strict=True)]
     equal = task is ALL_EQUAL
@@ -81,7 +81,7 @@ def test_in_the_reward_its_sum_over_a_rollout_is_taken_off(task: TinyTask) -> No
     penalised = np.array([reward - 0.1 * own.sum() for reward, own in zip(rewards, k1, strict=True)]).reshape(2, 4)
     expected = (penalised - penalised.mean(1, keepdims=True)).ravel()
     assert [t.advantage for t in loop.latest] == pytest.approx(expected.tolist(), rel=1e-9)
-    # The reward that is reported stays the task's.
+    # The reported reward stays the task's.
     assert [t.reward for t in loop.latest] == pytest.approx(rewards)
     assert report.values()["train/kl"] == pytest.approx(float(np.concatenate(k1).mean()), rel=1e-9)
 
@@ -101,7 +101,7 @@ def test_adapters_have_the_base_model_as_reference_and_no_copy_of_it() -> None:
     for model, make in ((adapted(build_float64()).double(), never), (adapted(build_float64()).double(), build_float64)):
         loop = scripted_loop(model, ALL_EQUAL, UNCLIPPED, reference=make, kl=0.5)
         if make is not never:
-            # What several ranks do, whose shards have no adapters to switch off.
+            # Several ranks do this, because their shards have no adapters to switch off.
             loop._trainer._reference._make = make  # type: ignore[union-attr]
         trained = [weight.requires_grad for weight in model.parameters()]
         loop.step()

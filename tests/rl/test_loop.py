@@ -35,7 +35,7 @@ EXACT = 1e-10
 
 
 def expected_group(prompt: Prompt, draw: int, size: int = 4) -> list[list[int]]:
-    """The rollouts that the script writes for one group."""
+    """Return the rollouts that the script writes for one group."""
     return [
         script(Request(prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=SAMPLING, draw=draw, sample=sample))
         for sample in range(size)
@@ -49,7 +49,7 @@ def share_even(tokens: Sequence[int]) -> float:
 def flat_loss(
     model: nn.Module, groups: list[tuple[Prompt, list[list[int]]]], temperature: float, cap: float | None
 ) -> Tensor:
-    """A reference GRPO loss: the mean over rollouts of their mean clipped terms, with the stock forward."""
+    """Return a reference GRPO loss: the mean over rollouts of their mean clipped terms, with the stock forward."""
     means = []
     for prompt, rollouts in groups:
         rewards = torch.tensor([share_even(tokens) for tokens in rollouts], dtype=torch.float64)
@@ -157,7 +157,7 @@ def test_a_step_with_equal_rewards_changes_no_weight_and_is_reported() -> None:
     engine = loop.engine
     report = loop.step()
     assert (report.update, report.rollouts.num_zero_variance) == (None, 2)
-    # Its caches would round otherwise than those of a resumed run, which begins without.
+    # Its caches would round differently from those of a resumed run, which begins without.
     assert loop.engine is not engine
     assert (loop.version, loop.engine.version, loop.num_steps_done) == (0, 0, 1)
     assert all(torch.equal(value, before[name]) for name, value in loop.model.state_dict().items())
@@ -315,7 +315,7 @@ def test_rewards_of_any_size_train_without_a_warning() -> None:
 
 
 class Unknowing(ScriptedEngine):
-    """An engine that gives no log-probs of the policy."""
+    """Engine that gives no log-probs of the policy."""
 
     def step(self) -> list[Rollout]:
         return [replace(rollout, policy_logprobs=np.full(rollout.num_tokens, np.nan)) for rollout in super().step()]
@@ -349,7 +349,7 @@ def test_a_loop_tells_rollouts_first_and_then_tokens_and_trains_to_the_same_bits
     report = heard.step()
     unheard.step()
     sampled = [call for call in calls if call[0] == "sampling"]
-    # Again at every step of the engine.
+    # Reported again at every step of the engine.
     assert list(dict.fromkeys(sampled)) == [("sampling", done, 8) for done in range(9)]
     assert report.update is not None
     size = report.update.num_tokens

@@ -1,4 +1,4 @@
-"""Rehearsals in a loop: the same rollouts and weights as without, all kept where weights stay, resumed bit by bit."""
+"""Rehearsals in a loop give the same rollouts and weights, are all kept where weights stay, and resume bit by bit."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from treering.rl.rehearsal import Rehearsal, kept_share, with_rehearsed
 from treering.rl.step_report import RlStepReport
 
 NUM_STEPS = 5
-"""Two epochs of three steps: prompts come again, with another draw."""
+"""Two epochs of three steps, so that prompts come again, with another draw."""
 
 
 def loop_of(memory: Drafting | None = None, **changes: object) -> RlLoop:
@@ -51,7 +51,7 @@ def test_a_loop_samples_and_learns_as_without_rehearsals(tmp_path: Path, drafts:
     assert totals["off"][:3] == [0, 0, 0]
     assert min(totals["on"][:3]) > 0
     if not drafts:
-        # What was kept took no pass of its own.
+        # Kept tokens needed no pass of their own.
         assert totals["on"][3] < totals["off"][3]
     assert [r.rollouts for r in reports["on"]] == [r.rollouts for r in reports["off"]]
 
@@ -126,7 +126,7 @@ def test_the_kept_share_is_that_of_a_geometric_law() -> None:
 
 
 class Priced(Engine):
-    """Notes what it is to rehearse."""
+    """Policy that records what it is asked to rehearse."""
 
     def __init__(self, price: float) -> None:
         self.price, self.asked = price, 0
@@ -146,7 +146,7 @@ Priced.__abstractmethods__ = frozenset()
 
 
 def asked(price: float, change: float, length: int, num_batches: int) -> tuple[list[int], Rehearsal]:
-    """How many of 64 requests "auto" rehearses in each batch, of which all are kept but a share."""
+    """Return how many of 64 requests "auto" rehearses in each batch, if all but a share are kept."""
     gate, engine = Rehearsal("auto"), Priced(price)
     requests = [Request(prompt_id="p", prompt=[3], sampling=Sampling(), sample=i) for i in range(64)]
     found = []
@@ -165,7 +165,7 @@ def test_auto_rehearses_where_enough_is_kept() -> None:
     assert asked(1.0, 0.0, 50, 4)[0] == [0] * 4
     assert asked(0.4, 0.0, 50, 4)[0] == [8, 64, 64, 64]
     assert asked(0.4, 0.01, 100, 4)[0] == [8, 64, 64, 64]
-    # Of 100 tokens 0.25 are kept: only a few are tried, once in a while.
+    # With 0.25 of 100 tokens kept, only a few are tried, once in a while.
     found, gate = asked(0.4, 0.04, 100, 40)
     assert (found[0], sum(found), max(found)) == (8, 8 * 3, 8)
     # A token after the 40th is reached with a chance below 0.2.

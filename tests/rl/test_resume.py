@@ -1,4 +1,4 @@
-"""Law 8 with rollouts: a run killed at any moment ends with bitwise the weights, history and rollouts of another.
+"""Law 8 with rollouts: a killed run ends with bitwise the weights, history and rollouts of an uninterrupted one.
 
 Law 7: a lost history costs only speed.
 """
@@ -40,7 +40,7 @@ def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not(tmp_path: Path, s
     whole = train(tmp_path / "whole", memory=memories[0])
     train(tmp_path / "stopped", stop_after=stop, memory=memories[1])
     stopped = train(tmp_path / "stopped", memory=memories[2])
-    # What the drafter has learnt tells every draft that was made: rounding alone would hide those that differ.
+    # The drafter's state depends on every draft; rounding could hide drafts that differ.
     for ours, theirs in ((stopped, whole), (memory_of(memories[2]), memory_of(memories[0]))):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -55,7 +55,7 @@ def test_a_run_that_a_signal_ends_in_a_step_goes_on_as_if_it_had_not(tmp_path: P
     with pytest.raises(Interrupted) as ended:
         train(tmp_path / "ended", memory=memories[1], signal_in=(SAVE_EVERY + 1, phase))
     assert ended.value.__notes__ == [f"step {SAVE_EVERY + 1} is saved and {SAVE_EVERY + 2} is next"]
-    # Drafts of the dropped step are forgotten, and what the drafter has learnt from them.
+    # Drafts of the dropped step are forgotten, and so is what the drafter has learnt from them.
     resumed = train(tmp_path / "ended", memory=memories[2])
     for ours, theirs in ((resumed, whole), (memory_of(memories[2]), memory_of(memories[0]))):
         assert ours.keys() == theirs.keys()
@@ -97,7 +97,7 @@ def train(
     memory: Drafting | None = None,
     signal_in: tuple[int, str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The weights after training in float64, possibly stopped early, or by a signal in a phase after some step."""
+    """Return the weights in float64 after training, possibly stopped early, or by a signal in a phase after a step."""
     loop = sampling_loop(build_float64(), (memory or eager()) if drafts else None)
     interruption = Interruption(RankGroup())
 
@@ -114,7 +114,7 @@ def train(
 
 
 def rollouts_of(folder: Path) -> list[tuple[object, ...]]:
-    """File, step, prompt, sample, tokens and version of every rollout of a run."""
+    """Return file, step, prompt, sample, tokens and version of every rollout of a run."""
     keys = ("step", "epoch", "task_id", "trial", "tokens", "version")
     return [
         (file.name, *(json.dumps(row[key]) for key in keys))

@@ -53,7 +53,7 @@ def rows(step: int, count: int = 2) -> list[Trajectory]:
 
 
 def written(folder: Path, num_steps: int = 5) -> RolloutLog:
-    """Two steps per epoch."""
+    """Write a log with two steps per epoch."""
     log = RolloutLog(folder)
     for step in range(1, num_steps + 1):
         log.write((step - 1) // 2, rows(step))

@@ -17,7 +17,7 @@ from treering.rl.advantages import Baseline, group_advantages
 from treering.tree.forest import Forest
 
 END = -1
-"""Follows the last token of every path, so that branches end in leaves, and only there."""
+"""Ends every path, so that branches end in leaves, and only there."""
 
 RELATIVE: tuple[Baseline, ...] = ("parent", "siblings", "leave_one_out", "root", "tree_rl")
 EPSILON = 1e-6
@@ -43,7 +43,7 @@ class Paths:
         return {path[:length] for path in self.paths if len(path) >= length and path[: len(point)] == point}
 
     def branch_point(self, point: tuple[int, ...]) -> tuple[int, ...]:
-        """Where the node of a point was chosen among others."""
+        """Return the point where the node of a point was chosen among others."""
         above = point[:-1]
         while above and len(self.children(above)) == 1:
             above = above[:-1]

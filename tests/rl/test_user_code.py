@@ -1,4 +1,4 @@
-"""What a reward does to its process has no effect on the run, except a real Ctrl-C."""
+"""A reward's changes to its process do not affect the run, except a real Ctrl-C."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def pythons_own_handler() -> Iterator[None]:
 
 
 class Private(BaseException):
-    """No `Exception`, as asyncio's CancelledError is none."""
+    """Not an `Exception`, like asyncio's CancelledError."""
 
 
 def raises(error: BaseException) -> None:

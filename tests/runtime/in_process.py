@@ -1,4 +1,4 @@
-"""Workers as objects of the test's process, in turns: the `Actors` of the laws, which no clock and no Ray decide."""
+"""Workers as objects of the test's process, in turns: the laws' `Actors`, which depend on no clock and no Ray."""
 
 import os
 import pickle
@@ -13,14 +13,14 @@ from treering.runtime.process import Actor, ActorDied, Kind, Role
 
 
 def die() -> None:
-    """Ends the process whose turn it is, or the real one that calls it."""
+    """End the process whose turn it is, or the real one that calls it."""
     if not _turns:
         os.kill(os.getpid(), signal.SIGKILL)
     _turns[-1].is_dead = True
 
 
 def hang() -> None:
-    """Stops the process whose turn it is for ever, or the real one that calls it."""
+    """Stop the process whose turn it is for ever, or the real one that calls it."""
     if not _turns:
         time.sleep(3600)
     else:
@@ -31,7 +31,7 @@ _turns: list["TestActor"] = []
 
 
 class TestActor:
-    """A role that works when the controller waits. Messages are pickled, as between processes."""
+    """Role that works when the controller waits. Messages are pickled, as between processes."""
 
     __test__ = False
 
@@ -59,11 +59,10 @@ class TestActor:
 
     @property
     def has_news(self) -> bool:
-        """Whether the controller should look."""
         return self.is_dead or self._error is not None or bool(self._outbox)
 
     def take_turn(self) -> None:
-        """Takes all messages and does a small part of the work."""
+        """Take all messages and do a small part of the work."""
         if self.is_dead or self.is_hung or self._error is not None:
             return
         _turns.append(self)
@@ -76,7 +75,7 @@ class TestActor:
         finally:
             os.chdir(folder)
             _turns.pop()
-        # What a process has not yet sent is lost with it.
+        # Messages that a process has not sent are lost with it.
         if not self.is_dead and not self.is_hung:
             self._outbox += [pickle.dumps(message) for message in said]
 

@@ -8,19 +8,19 @@ from treering.runtime.process import MAX_DEATHS, Actor, RunProcess
 
 
 def kill(process: RunProcess) -> None:
-    """Kills a process as the controller does."""
+    """Kill a process as the controller does."""
     assert process.actor is not None
     process.actor.kill()
 
 
 @contextmanager
 def killing(moments: Mapping[int, str], end: Callable[[RunProcess], None] | None = None) -> Iterator[list[str]]:
-    """Kills a process, or ends it otherwise, after the n-th message that the controller receives.
+    """Kill a process, or end it otherwise, after the n-th message that the controller receives.
 
     Spares a process whose next death in a row would end the run, until it makes progress.
 
     Args:
-        moments: n -> prefix of the victim's name; the first ready process that matches.
+        moments: n -> prefix of the victim's name; the first ready process that matches is the victim.
         end: called with the victim; None kills it.
 
     Yields:
@@ -43,7 +43,7 @@ def killing(moments: Mapping[int, str], end: Callable[[RunProcess], None] | None
         for _ in messages:
             count += 1
             if due and count >= due[0][0]:
-                # Wait for a later message if the victim is dead, and not yet replaced or on its way.
+                # Wait for a later message if the victim is dead and not yet replaced, or on its way.
                 ready = (each for each in processes.values() if each.is_ready and each.num_deaths < MAX_DEATHS - 1)
                 victim = next((each for each in ready if each.name.startswith(due[0][1])), None)
                 if victim is not None and victim.actor is not None and victim.actor not in killed:

@@ -32,7 +32,7 @@ MAX_BATCH = 3
 
 
 class Dealt(Policy):
-    """Assigns rollouts round-robin, optionally with stealing."""
+    """Policy that assigns rollouts round-robin, optionally with stealing."""
 
     def __init__(self, stealing: Literal["off", "queued"] = "off") -> None:
         self._stealing = stealing
@@ -48,7 +48,7 @@ class Dealt(Policy):
 
 
 class Lopsided(Dealt):
-    """Assigns all rollouts but the last one to the first worker."""
+    """Policy that assigns all rollouts but the last one to the first worker."""
 
     def assign(self, request: PlanRequest) -> Assignment:
         size = request.forecasts[0].num_rollouts
@@ -58,7 +58,7 @@ class Lopsided(Dealt):
 
 
 class Noting(Dealt):
-    """Notes what it is asked and told, in order: the kind, the step, and predicted sums or actual lengths."""
+    """Policy that records its calls in order: the kind, the step, and predicted sums or actual lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ GIVEN = linear_latency(step_s=20.0, row_s=0.05)
 
 
 def planner(policy: Policy, *, num_workers: int = 2, rebalancing: Rebalancing = "queued") -> Planner:
-    """Planner of five steps of two prompts in groups of two, at staleness 1."""
+    """Return a planner of five steps of two prompts in groups of two, at staleness 1."""
     return Planner(
         policy,
         LengthPredictor(guess=10),
@@ -98,7 +98,7 @@ PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
 def open_step(
     workers: Sequence[int], *, predicted: Sequence[float] | None = None, step: int = 1, group_size: int = 4, **plan: Any
 ) -> OpenStep:
-    """A step of groups whose rollouts run on these workers, of two; `plan` are fields of its `Assignment`."""
+    """Return a step of groups whose rollouts run on these workers, of two; `plan` has fields of its `Assignment`."""
     size = len(workers)
     plan = {"order": np.arange(size), **plan}
     return OpenStep(
@@ -117,7 +117,7 @@ def open_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyRecipe:
-    """The model, task and engine of `tests.rl.runs.sampling_loop`."""
+    """Recipe of `tests.rl.runs.sampling_loop`: its model, task and engine."""
 
     dtype: Literal["float32", "float64"] = "float64"
     task: Callable[[], Task] = TinyTask
@@ -140,7 +140,7 @@ class TinyRecipe:
 
 
 class DeadlyEngines(TinyRecipe):
-    """Kills every worker before it has an engine."""
+    """Recipe that kills every worker before it has an engine."""
 
     def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> TorchEngine:
         die()
@@ -165,7 +165,7 @@ def pipeline(
     reference: MakeReference | None = None,
     **changes: object,
 ) -> PipelineLoop:
-    """A loop over the recipe's task: two prompts per step, groups of four; its workers are objects of this process."""
+    """Return a loop over the recipe's task, with two groups of four per step and workers in this process."""
     recipe = recipe or TinyRecipe()
     spec = PipelineSpec(
         recipe=recipe,

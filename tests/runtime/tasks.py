@@ -1,5 +1,3 @@
-"""Tasks whose rewards misbehave."""
-
 import ctypes
 import multiprocessing
 import os
@@ -19,7 +17,7 @@ from treering.rl.tasks.task import Prompt, RewardValue
 
 
 class Slow(TinyTask):
-    """One reward of the first step never returns."""
+    """Task in which one reward of the first step never returns."""
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         if (rollout.draw, rollout.sample) == (0, 2):
@@ -28,7 +26,7 @@ class Slow(TinyTask):
 
 
 class DeadlyOnce(TinyTask):
-    """The reward worker dies at the very first reward, and never again."""
+    """Task in which the reward worker dies only at the very first reward."""
 
     def __init__(self, marker: str) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ class DeadlyOnce(TinyTask):
 
 
 class Ranking(TinyTask):
-    """Rewards a group at once: how many of it are no better; the last sample of a group is left out."""
+    """Task that rewards a group at once: how many of it are no better; the last sample of a group is skipped."""
 
     rewards_groups = True
 
@@ -98,14 +96,14 @@ HARMLESS: Mapping[str, Callable[[], object]] = {
     "closes stdout": lambda: sys.stdout.close(),
     "ignores SIGTERM": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
 }
-"""What a reward may do without any effect on its run."""
+"""Actions of a reward that have no effect on its run."""
 
 RAISING: Mapping[str, Callable[[], object]] = {
     "SystemExit": partial(leave_by, SystemExit),
     "KeyboardInterrupt": partial(leave_by, KeyboardInterrupt),
     "GeneratorExit": partial(leave_by, GeneratorExit),
 }
-"""What leaves a rollout without a reward, and its worker alive."""
+"""Actions that leave a rollout without a reward, and its worker alive."""
 
 ENDING: Mapping[str, Callable[[], object]] = {
     "crashes": partial(ctypes.string_at, 0),
@@ -115,11 +113,11 @@ ENDING: Mapping[str, Callable[[], object]] = {
     "closes its files": partial(os.closerange, 3, 999),
     "dies": die,
 }
-"""What ends the process of a reward."""
+"""Actions that end the process of a reward."""
 
 
 class Doing(TinyTask):
-    """The first samples of each group in the first step do something first, one each; or every rollout the first."""
+    """Task whose first samples of each group in the first step act, one action each; or all rollouts do the first one."""
 
     def __init__(self, *names: str, always: bool = False) -> None:
         super().__init__()
@@ -135,7 +133,7 @@ class Doing(TinyTask):
 
 
 class Constant(TinyTask):
-    """All rewards are 1.0, so the weights stay."""
+    """Task whose rewards are all 1.0, so that the weights stay."""
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         return 1.0

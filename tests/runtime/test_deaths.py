@@ -31,14 +31,14 @@ def undisturbed() -> Result:
 
 
 def is_complete(account: Account, num_rollouts: int = NUM_ROLLOUTS) -> bool:
-    """Whether every scheduled rollout was sampled, evaluated and trained once."""
+    """Return whether every scheduled rollout was sampled, evaluated and trained once."""
     counts = (account.scheduled, account.sampled, account.evaluated)
     left_out = account.reward_errors + account.empty + account.without_variance
     return counts == (num_rollouts,) * 3 and account.trained + left_out == num_rollouts
 
 
 def tick(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """Lets a second pass whenever the module looks at its clock."""
+    """Let a second pass whenever the module looks at its clock."""
     ticks = count()
     monkeypatch.setattr(
         module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks)), perf_counter=lambda: float(next(ticks)))
@@ -64,7 +64,7 @@ def stop(victim: RunProcess) -> None:
 
 def test_a_process_that_hangs_with_work_is_replaced(undisturbed: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     tick(monkeypatch, process)
-    # The first message comes from a process that is ready; later ones tell that there is work.
+    # The first message comes from a process that is ready; later ones announce work.
     stopping = killing({5: "rollout worker 0", 6: "trainer"}, stop)
     with stopping as hung, pipeline(num_steps=NUM_STEPS, staleness=1, worker_time_limit_s=1000.0) as loop:
         result = run(loop, NUM_STEPS)

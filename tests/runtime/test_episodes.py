@@ -39,7 +39,7 @@ MAX_ROWS = 3
 
 
 class Faulty(World):
-    """In each group of the first step one raises, one never ends, one exits; processes that it starts end with it."""
+    """Environment in which, per group of the first step, one episode raises, one hangs and one exits."""
 
     tasks = TASKS[:2]
 
@@ -65,7 +65,7 @@ class Faulty(World):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvRecipe:
-    """The model, the environment and the engine of `alone`."""
+    """Recipe with the model, the environment and the engine of `alone`."""
 
     world: Callable[[], World]
     timeout_s: float = 600.0
@@ -94,7 +94,7 @@ def alone(recipe: EnvRecipe) -> RlLoop:
 
 
 class InOrder(Dealt):
-    """Starts rollouts as one process does."""
+    """Policy that starts rollouts in the order of one process."""
 
     def assign(self, request: PlanRequest) -> Assignment:
         dealt = super().assign(request)
@@ -149,7 +149,7 @@ def test_killed_workers_lose_no_finished_episode_and_change_no_weight() -> None:
     assert sorted(dead) == ["rollout worker 0", "rollout worker 1", "trainer"]
     assert account.worker_deaths == 2
     assert account.scheduled == account.sampled == account.evaluated == 18
-    # Only those that ran on a dead worker are run again.
+    # Only those that ran on a dead worker run again.
     assert account.sampled_again <= 2 * 2 * MAX_ROWS
 
 

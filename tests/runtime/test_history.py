@@ -31,13 +31,13 @@ one_prompt = partial(tasks.Constant, 1)
 
 
 def drafting(folder: Path, publish_new_after: int = 1000) -> Drafting:
-    """Drafts from the history of the rollout's own prompt alone, of earlier steps, unless more is published."""
+    """Return a drafting from the history of the rollout's own prompt, of earlier steps unless more is published."""
     options = DraftOptions(min_acceptance=0.01, sources=("history",), publish_new_after=publish_new_after)
     return Drafting(options, folder)
 
 
 def run(loop: PipelineLoop, num_steps: int = NUM_STEPS) -> tuple[list[EngineStats], list[list[tuple[object, ...]]]]:
-    """What the engines counted in each step, and the rollouts."""
+    """Return the engines' counts for each step, and the rollouts."""
     engines, rows = [], []
     with loop:
         for _ in range(num_steps):
@@ -47,14 +47,14 @@ def run(loop: PipelineLoop, num_steps: int = NUM_STEPS) -> tuple[list[EngineStat
 
 
 def test_the_second_epoch_is_drafted_from_the_first(tmp_path: Path) -> None:
-    # Equal rewards, so the weights stay: greedily, every rollout of a prompt is the same in both epochs.
+    # Equal rewards, so the weights stay and every greedy rollout of a prompt is the same in both epochs.
     started = partial(pipeline, TinyRecipe(task=tasks.Constant), num_steps=NUM_STEPS, sampling=GREEDY)
     _, expected = run(started())
     engines, rows = run(started(drafting=drafting(tmp_path)))
     assert rows == expected
     first, second = engines[:PER_EPOCH], engines[PER_EPOCH:]
     assert all(engine.num_drafted == 0 for engine in first)
-    # They repeat the first epoch: most tokens come from drafts.
+    # They repeat the first epoch, so most tokens come from drafts.
     assert sum(engine.num_accepted for engine in second) > sum(engine.num_sampled for engine in second) / 2
 
 
@@ -64,12 +64,12 @@ def test_a_history_in_memory_is_refused() -> None:
 
 
 def has_history(drafter: Drafter) -> bool:
-    """Whether a worker has history of the only prompt."""
+    """Return whether a worker has history of the only prompt."""
     return "p0" in drafter._store.snapshot
 
 
 class Patient(TorchEngine):
-    """Keeps its last rollout waiting until there is history, which only a finished sibling can have left."""
+    """Engine that holds its last rollout back until there is history, which only a finished sibling can have left."""
 
     def __init__(self, model: nn.Module, drafter: Drafter, version: int) -> None:
         super().__init__(model, drafter, max_batch=MAX_BATCH, max_tokens=200, version=version, costs="none")
@@ -84,7 +84,7 @@ class Patient(TorchEngine):
 
 
 class PatientRecipe(TinyRecipe):
-    """One prompt, greedily, with patient engines."""
+    """Recipe of one prompt, greedily, with patient engines."""
 
     def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> TorchEngine:
         assert drafter is not None
@@ -92,7 +92,7 @@ class PatientRecipe(TinyRecipe):
 
 
 def test_siblings_of_a_new_prompt_draft_from_each_other_on_every_worker(tmp_path: Path) -> None:
-    # All rollouts but one are on the first worker; both wait with their last one.
+    # All rollouts but one are on the first worker; both workers hold their last one back.
     loop = pipeline(
         PatientRecipe(task=one_prompt),
         num_steps=1,
@@ -110,7 +110,7 @@ def test_siblings_of_a_new_prompt_draft_from_each_other_on_every_worker(tmp_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MortalRecipe(TinyRecipe):
-    """The first worker that has history dies; `mark` tells the others that it is dead."""
+    """Recipe in which the first worker that has history dies; `mark` records this for the others."""
 
     mark: Path
 
@@ -143,5 +143,5 @@ def test_the_replacement_of_a_killed_worker_drafts_from_the_history_again(tmp_pa
     engines, rows = run(loop, 2)
     assert rows[0] == rows[1]
     assert loop.account.worker_deaths == 1
-    # The whole second step was sampled by the replacement.
+    # The replacement sampled the whole second step.
     assert engines[1].num_accepted > engines[1].num_sampled / 2

@@ -31,7 +31,7 @@ KEYS: list[RolloutKey] = [(f"p{number // 4}", 0, number % 4) for number in range
 
 
 class Moves(Dealt):
-    """Assigns the last three rollouts to two workers with long expected lengths, the rest to the first."""
+    """Policy that assigns the last three rollouts to two workers with long expected lengths, the rest to the first."""
 
     def __init__(self, moving: Moving) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class SlowEngine(TorchEngine):
 
 
 class MeetingEngine(SlowEngine):
-    """Waits in the middle of its rollouts until one is given up, so that no clock decides whether one is."""
+    """Engine that waits in the middle of its rollouts until one is given up, so that no clock decides."""
 
     meeting: Path
 
@@ -70,7 +70,7 @@ class MeetingEngine(SlowEngine):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRecipe(TinyRecipe):
-    """Rollouts that last for several reports and, with `meeting`, until one of them has moved."""
+    """Recipe whose rollouts last for several reports and, with `meeting`, until one of them has moved."""
 
     meeting: Path | None = None
 
@@ -100,13 +100,13 @@ def slow_pipeline(moving: Moving, meeting: Path | None = None) -> PipelineLoop:
 
 
 def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] = (0, 0, 0, 0, 1, 1, 1, 1)) -> OpenStep:
-    """A step of two groups of four; expected lengths are 4 on the first worker and 8 on the second."""
+    """Return a step of two groups of four; expected lengths are 4 on the first worker and 8 on the second."""
     predicted = np.where(np.array(workers) == 0, 4.0, 8.0)
     return open_step(workers, predicted=predicted, predicted_lengths=predicted, moving=moving, stealing=stealing)
 
 
 def under_way(run: OpenStep, so_far: dict[int, int]) -> list[Held]:
-    """Starts all rollouts; the given ones run with these numbers of tokens, the others are finished."""
+    """Start all rollouts; the given ones run with these numbers of tokens, the others are finished."""
     requests = {request.key: request for request in run.collection.requests()}
     for worker in (0, 1):
         run.take(worker, num_running=0, max_batch=8)
@@ -116,7 +116,7 @@ def under_way(run: OpenStep, so_far: dict[int, int]) -> list[Held]:
 
 
 def with_more(held: Held, *numbers: int) -> Held:
-    """Rollouts without a progress report."""
+    """Add rollouts without a progress report."""
     requests = {request.key: request for request in step_run("off").collection.requests()}
     return {**held, **{KEYS[n]: requests[KEYS[n]] for n in numbers}}
 
@@ -154,7 +154,7 @@ def test_an_outlier_moves_to_an_emptier_worker_with_longer_rollouts() -> None:
     run = step_run("drain")
     move = choose_move(run, PRICES, under_way(run, {0: 5, 1: 6, 2: 3, 5: 1}), 0)
     assert move is not None
-    # The longest of those that have.
+    # The longest of the rollouts with a report.
     assert (move.target, move.keys) == (1, (KEYS[1],))
     # Nothing ends sooner on a full worker.
     run = step_run("drain")
@@ -176,7 +176,7 @@ def test_rows_never_exceed_the_slots() -> None:
     many = with_more(held[0], *range(7))
     few = {KEYS[7]: held[1][KEYS[7]]}
     move = choose_move(run, PRICES, [many, few], 0)
-    # Decided by times of at most four rows: 4 there are now, 2 there.
+    # The decision uses times of at most four rows: 4 there are now, 2 there.
     assert move is not None
     assert choose_move(run, PRICES._replace(token_s=np.array([0.0, 21, 21, 21, 21])), [many, few], 0) is None
 

@@ -12,7 +12,7 @@ from treering.runtime.open_step import OpenStep
 
 
 def step_run(workers: list[int], **changes: object) -> OpenStep:
-    """A step of two groups of four, in reversed order."""
+    """Return a step of two groups of four, in reversed order."""
     return open_step(workers, predicted=range(1, 9), order=np.arange(8)[::-1], **changes)
 
 

@@ -32,12 +32,12 @@ Result = tuple[dict[str, torch.Tensor], list[list[tuple[object, ...]]]]
 
 
 def rows_of(loop: PipelineLoop | RlLoop) -> list[tuple[object, ...]]:
-    """Prompt, sample, tokens, reward and version of the latest step's rollouts."""
+    """Return prompt, sample, tokens, reward and version of the latest step's rollouts."""
     return [(t.task_id, t.trial, t.tokens.tolist(), t.reward, t.version) for t in loop.latest]
 
 
 def run(loop: PipelineLoop | RlLoop, num_steps: int) -> Result:
-    """Runs some steps; returns the weights and the rollouts of each step."""
+    """Run some steps; return the weights and the rollouts of each step."""
     rows = []
     for _ in range(num_steps):
         loop.step()
@@ -52,7 +52,7 @@ def assert_same(actual: Result, expected: Result) -> None:
 
 
 def stale(recipe: Recipe, chosen: RlOptions, num_steps: int, staleness: int) -> Result:
-    """A sequential reference: step k is sampled by the weights after step max(0, k - 1 - staleness)."""
+    """Run a sequential reference: the weights after step max(0, k - 1 - staleness) sample step k."""
     model, task = recipe.make_model(), recipe.make_task()
     trainer, sampling = Trainer(model, PLAIN, chosen), with_stops(chosen.sampling, task)
     weights, rows = [copy.deepcopy(model.state_dict())], []
@@ -160,7 +160,7 @@ def test_a_trainer_makes_the_reference_of_a_kl() -> None:
 
 
 class FewPositions(TinyRecipe):
-    """A model of 15 positions; the longest prompts have 5 tokens, and rollouts 12."""
+    """Recipe with a model of 15 positions; the longest prompts have 5 tokens, and rollouts 12."""
 
     def make_model(self) -> nn.Module:
         return build_float64(max_position_embeddings=15)

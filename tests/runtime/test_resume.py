@@ -26,7 +26,7 @@ NUM_STEPS = 6
 def train(
     loop: PipelineLoop | RlLoop, folder: Path, stop_after: int | None = None, save_every: int | None = 1
 ) -> list[list[tuple[object, ...]]]:
-    """Trains in a folder, resuming an existing run; returns the rollouts of this call's steps.
+    """Train in a folder, resuming an existing run; return the rollouts of this call's steps.
 
     Without `save_every` a signal comes while the step after `stop_after` is sampled.
     """
@@ -62,7 +62,7 @@ def test_a_stale_run_resumes_bitwise(
         expected = train(whole, tmp_path / "whole")
     with make(staleness) as first:
         rows = train(first, tmp_path / "stopped", stop_after=3, save_every=save_every)
-    # At a signal while a step is sampled, as at a stop between steps.
+    # The same at a signal while a step is sampled as at a stop between steps.
     assert len(rows) == 3
     with make(staleness) as second:
         rows += train(second, tmp_path / "stopped")

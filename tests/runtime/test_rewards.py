@@ -1,4 +1,4 @@
-"""A reward that ends its process, or never returns, costs its rollout at most; one that always does ends the run."""
+"""A reward that ends its process, or never returns, costs only its rollout; one that always does ends the run."""
 
 from collections.abc import Callable
 from functools import partial
@@ -75,7 +75,7 @@ def test_a_group_whose_reward_hangs_is_left_out_as_a_whole(tmp_path: Path, monke
     [
         (lambda n: True, MAX_IN_A_ROW),
         (lambda n: n % 2 == 0, NUM_RECENT - 1),
-        # Three of four, in groups that are too short to count by themselves.
+        # Three of four, in groups that are too short to count separately.
         (lambda n: n % 8 < 6, 33),
         (lambda n: n % 5 == 0, None),
     ],

@@ -27,7 +27,7 @@ POLICY_VERSIONS = {0: 0, 1: 1}
 
 
 class QuietChild:
-    """A child process that sends the messages in `says`."""
+    """Child process that sends the messages in `says`."""
 
     is_ready = True
 
@@ -63,7 +63,7 @@ class QuietChild:
 
 @pytest.fixture
 def rollout_pool(monkeypatch: pytest.MonkeyPatch) -> RolloutPool:
-    """Two quiet workers."""
+    """Return a pool of two quiet workers."""
     monkeypatch.setattr(module, "RunProcess", QuietChild)
     settings = WorkerSettings(recipe=TinyRecipe(), history=None, drafts=None)
     store = WeightStore(TestActors(), 4)
@@ -77,7 +77,7 @@ def children(rollout_pool: RolloutPool) -> list[QuietChild]:
 
 
 def step_run(step: int = 1, *, moving: str = "drain", stealing: str = "off", size: int = 4) -> OpenStep:
-    """A step of four or more rollouts, the first half for worker 0."""
+    """Return a step of four or more rollouts, the first half for worker 0."""
     workers = [number * 2 // size for number in range(size)]
     return open_step(workers, step=step, group_size=size, moving=moving, stealing=stealing)
 
@@ -104,7 +104,7 @@ def requests_of(child: QuietChild) -> list[Request]:
 
 
 def asked_to_give(rollout_pool: RolloutPool, run: OpenStep, monkeypatch: pytest.MonkeyPatch) -> Request:
-    """Asks worker 0 to give its first rollout to worker 1."""
+    """Ask worker 0 to give its first rollout to worker 1."""
     rollout_pool.dispatch({run.step: run}, POLICY_VERSIONS)
     first = requests_of(children(rollout_pool)[0])[0]
     monkeypatch.setattr(module, "choose_move", lambda *_: Move(target=1, keys=(first.key,)))
@@ -163,7 +163,7 @@ def test_more_requests_queue_in_an_engine_whose_rollouts_end_many_at_a_time(roll
         return len(held)
 
     assert TinyRecipe().max_batch == 3
-    # Three run and one waits; where one has ended, two wait, and where three have, three; later fewer, one by one.
+    # Three run and one waits. After one ended, two wait; after three ended, three wait; later fewer, one by one.
     assert [given_after(num_ended) for num_ended in (0, 1, 3, 1, 1, 1)] == [4, 5, 6, 6, 5, 5]
 
 
@@ -173,7 +173,7 @@ def test_a_worker_on_its_way_keeps_no_requests_from_the_others(rollout_pool: Rol
     first.is_ready = False
     rollout_pool.dispatch(runs, POLICY_VERSIONS)
     assert first.sent == []
-    # Two are its own; the others' are stolen as if the first worker were busy.
+    # Two are its own; the others are stolen as if the first worker were busy.
     assert len(requests_of(second)) > 2
     first.is_ready = True
     rollout_pool.dispatch(runs, POLICY_VERSIONS)

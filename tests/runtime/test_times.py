@@ -59,7 +59,7 @@ def test_without_rebalancing_plans_keep_the_given_times() -> None:
     assert plans.measured is None
     assert policy.latencies[1] is GIVEN
     assert plans.state()["timed"] == []
-    # Nor do those of a checkpoint that was made otherwise count.
+    # Times of a checkpoint with other settings do not count either.
     other = planner(Noting())
     other.note_times(times(0.5, 0.25))
     plans.load_state(other.state())
@@ -94,7 +94,7 @@ def test_a_run_measures_its_passes_and_plans_with_them() -> None:
     assert np.array_equal(policy.latencies[1].token_s(3), GIVEN.token_s(3))
     assert measured is not None
     seconds = measured.token_s(3)[1:]
-    # The given ones are 20 s; a pass of this model takes milliseconds.
+    # The given times are 20 s; a pass of this model takes milliseconds.
     assert (seconds > 0).all()
     assert (seconds < 10).all()
     assert 0 < measured.training_s < 60
@@ -122,7 +122,7 @@ def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(monkey
 
 
 def noting(method: Callable[..., Any], name: str, events: list[tuple[Any, ...]]) -> Callable[..., Any]:
-    """Wraps a method to record the step of its first argument."""
+    """Wrap a method to record the step of its first argument."""
 
     def noted(self: Any, what: Any, *arguments: Any) -> Any:
         events.append((name, what if isinstance(what, int) else what.open_step.step))

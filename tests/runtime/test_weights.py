@@ -1,4 +1,4 @@
-"""Weights come back exactly as they were written, of the version that is asked for, or are refused."""
+"""Weights come back exactly as written, in the requested version, or are refused."""
 
 import copy
 
@@ -12,7 +12,7 @@ from treering.runtime.weights import WeightStore, load_weights, model_tensors, w
 
 
 class Mixed(nn.Module):
-    """Tensors of many types and shapes, two of them tied."""
+    """Module with tensors of many types and shapes, two of them tied."""
 
     def __init__(self) -> None:
         super().__init__()

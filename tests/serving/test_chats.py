@@ -1,4 +1,4 @@
-"""A chat over HTTP goes on after the very ids that were sampled, and its tool calls are read."""
+"""A chat over HTTP continues after the very ids that were sampled, and its tool calls are read."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ ADD = '{"name": "add", "arguments": {"a": 1}}'
 
 
 class Says(ScriptedEngine):
-    """Says one thing after another, and notes the contexts."""
+    """Engine that plays a script and records the contexts."""
 
     def __init__(self, *texts: str) -> None:
         self.contexts: list[list[int]] = []
@@ -78,7 +78,7 @@ def test_each_turn_goes_on_after_the_sampled_ids_and_calls_are_read(server: Serv
     contexts = [np.array(context) for context in engine.contexts]
     for before, answer, after in zip(contexts, (first, second), contexts[1:], strict=False):
         path = [*before, *answer["token_ids"]]
-        # Tools given only from the second turn on are another prompt.
+        # Tools given only from the second turn on make another prompt.
         if answer is second:
             assert after[: len(path)].tolist() == path
     assert [answer["prompt_token_ids"] for answer in (first, second, third)] == engine.contexts

@@ -31,7 +31,7 @@ GENERATE = "/inference/v1/generate"
 
 
 class Letters:
-    """Token i is the i-th letter, from a."""
+    """Tokenizer whose token i is the i-th letter, from a."""
 
     def encode(self, text: str, *, adds_special: bool) -> np.ndarray:
         assert adds_special
@@ -277,7 +277,7 @@ def test_a_body_is_bounded_in_size_and_time() -> None:
 
 
 class Slow(ScriptedEngine):
-    """Takes seconds for what the test asks for."""
+    """Engine that takes seconds for requests that the test chooses."""
 
     def __init__(self) -> None:
         super().__init__(lambda _request: [1] * 60, max_batch=8)

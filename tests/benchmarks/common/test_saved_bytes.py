@@ -1,4 +1,4 @@
-"""Saved bytes: every storage that a backward needs counts once, from when it is saved until it is let go."""
+"""Saved bytes: every storage that a backward needs counts once, from when it is saved until it is released."""
 
 from dataclasses import replace
 
@@ -16,11 +16,11 @@ def test_a_graph_by_hand(dtype: torch.dtype, size: int) -> None:
     rows, weight = torch.ones(30, 40, dtype=dtype), torch.ones(50, 40, dtype=dtype, requires_grad=True)
     with watch_saved_bytes([weight]) as saved:
         hidden = (rows @ weight.T).relu()
-        # The product needs its other factor, rows (the weight is left out, though it is saved as a view), and relu
+        # The product saves its other factor, rows (the weight is not counted, although it is saved as a view), and relu
         # its own result.
         assert saved.alive == size * (30 * 40 + 30 * 50)
         loss = (hidden * hidden.exp()).sum()
-        # The square's factors: hidden, which counts already, and the result of exp, which exp saves too.
+        # The square's factors: hidden, which is counted already, and the result of exp, which exp saves too.
         assert saved.alive == saved.peak == size * (30 * 40 + 2 * 30 * 50)
         loss.backward()
         assert (saved.alive, saved.peak) == (0, size * (30 * 40 + 2 * 30 * 50))

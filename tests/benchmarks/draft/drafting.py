@@ -14,7 +14,7 @@ NUM_SAMPLES = 6
 
 
 def write(folder: Path, *, epochs: int | None = None, rewards: bool = False) -> Path:
-    """Two tasks with six samples each (in each epoch) that resemble one another."""
+    """Write two tasks with six samples each (in each epoch) that resemble one another."""
     generator = np.random.default_rng(0)
     given = []
     for task in ("a", "b"):
@@ -35,7 +35,7 @@ def write(folder: Path, *, epochs: int | None = None, rewards: bool = False) -> 
 
 
 def rival(monkeypatch: pytest.MonkeyPatch, rates: list[tuple[float, float]]) -> None:
-    """Arctic is installed and has rows of these tokens and drafted tokens per step, on every history."""
+    """Pretend that Arctic is installed and has rows of these tokens and drafted tokens per step, on every history."""
     rows = [{"tokens_per_step": tokens, "drafted_per_step": drafted} for tokens, drafted in rates]
     given = [dict.fromkeys(RATES, 1.0) | row | {"config": {"number": i}} for i, row in enumerate(rows)]
     monkeypatch.setattr(draft_arctic, "is_installed", lambda: True)

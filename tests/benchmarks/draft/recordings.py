@@ -15,7 +15,7 @@ def recording(
     epochs: Sequence[int] | None = None,
     rewards: Sequence[float] | None = None,
 ) -> Recorded:
-    """A recording of (task, tokens, mask as zeros and ones)."""
+    """Return a recording of (task, tokens, mask as zeros and ones)."""
     given = [
         Trajectory(
             task_id=task,

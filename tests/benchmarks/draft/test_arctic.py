@@ -90,12 +90,12 @@ def config(*, scope: str = "per_prompt", draft: str = "path", size: int = 2, dep
 
 
 def notes(tmp_path: Path) -> list[tuple[int, list[int], int, list[int]]]:
-    """By step, the rollout, what its cache held besides it, the number of that cache, and how much of each it held."""
+    """Return by step: the rollout, the cache's other contents, the cache's number, and how much of each it held."""
     return [tuple(json.loads(line)) for line in (tmp_path / "notes").read_text().splitlines()]  # type: ignore[misc]
 
 
 def held(tmp_path: Path) -> dict[int, list[int]]:
-    """By rollout, what its cache held besides it; the same at all of its steps."""
+    """Return by rollout the other contents of its cache, which are the same at all of its steps."""
     found = {number: own for number, own, *_ in notes(tmp_path)}
     assert all(own == found[number] for number, own, *_ in notes(tmp_path))
     return found
@@ -116,8 +116,8 @@ def test_drafts_are_counted_within_the_sampled_run(python: Path) -> None:
     for settings, drafted in ((config(), 2 + 2), (config(draft="tree"), 3 + 3)):
         (row,) = replay(found, plan, [settings], python)
         assert row["config"]["draft"] == settings.draft
-        # The first rollout has no history and takes 4 steps. The second one, after 0, which no response holds, drafts
-        # nothing: 1. After 1: 2 3, and 2 is right. After 3: 4 5.
+        # The first rollout has no history and takes 4 steps. The second takes 3: after 0, which no response contains,
+        # it drafts nothing; after 1 it drafts 2 3, and 2 is right; after 3 it drafts 4 5.
         assert row["tokens_per_step"] == pytest.approx(8 / 7)
         assert row["drafted_per_step"] == pytest.approx(drafted / 7)
         assert row["precision"] == pytest.approx(3 / drafted)
@@ -136,7 +136,7 @@ def test_each_tasks_cache_holds_the_sources_of_each_rollout(python: Path, tmp_pa
         assert held(tmp_path) == expected
         names = {number: name for number, _, name, _ in notes(tmp_path)}
         assert names[0] == names[1] == names[4] != names[2] == names[3]
-        # What stays in the end: the stand-in counts its tokens, seven bytes each.
+        # The final size: the stand-in counts its tokens, seven bytes each.
         assert row["bytes_per_token"] == (0 if history == "none" else 7)
 
 

@@ -88,7 +88,7 @@ def test_the_papers_window_grows_by_two_up_to_32_and_falls_back_to_two() -> None
     assert sizes == [*range(2, 33, 2), 32, 32, 2]
     paper.observe(0, 0, False)
     assert paper.propose(ints(2, 3, 4)).size == 4
-    paper.observe(1, 1, False)  # a branch that ended is not a failure
+    paper.observe(1, 1, False)  # a branch that ended does not count as a failure
     assert paper.propose(ints(2, 3, 4)).size == 6
     paper.start(found, np.arange(1))
     assert paper.propose(ints(2, 3, 4)).size == 2

@@ -1,4 +1,4 @@
-"""The whole of `python -m benchmarks draft` on small files: which rows there are, and what is refused."""
+"""`python -m benchmarks draft` on small files: which rows the report has, and what is refused."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_every_drafter_is_replayed_on_every_history_that_the_file_gives(tmp_path
     for name in HISTORY_DRAFTERS:
         assert rows[name, "siblings"]["tokens_per_step"] > 1.5 > rows[name, "wrong_task"]["tokens_per_step"] >= 1
     for row in report["drafters"]:
-        # A step accepts what it drafted right and emits one more, but at a run's end.
+        # A step accepts the correct drafted tokens and emits one more, except at a run's end.
         expected = 1 + row["precision"] * row["drafted_per_step"]
         assert expected - row["tokens_per_step"] / 36 <= row["tokens_per_step"] <= expected + 1e-9
     assert report["environment"]["num_sampled_tokens"] == 2 * NUM_SAMPLES * 36

@@ -6,7 +6,7 @@ from benchmarks.draft.matched import NUM_REPLAYS, at_most
 
 
 def drafter(drafted: float) -> Callable[[float], dict[str, Any]]:
-    """Drafts `drafted` tokens at an acceptance of 0.018, and one half more of them is right than of none."""
+    """Replay that drafts `drafted` tokens at an acceptance of 0.018, of which the square root is right."""
 
     def replay(acceptance: float) -> dict[str, Any]:
         found = drafted * 0.018 / acceptance

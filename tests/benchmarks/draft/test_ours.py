@@ -1,4 +1,4 @@
-"""Our drafter's replay: a rollout sees its sources and nothing else, and what was learnt goes on."""
+"""Our drafter's replay: a rollout reads only its sources, and learnt acceptance carries over."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from tests.benchmarks.draft.recordings import recording
 
 
 def test_a_rollout_sees_its_sources_and_nothing_else() -> None:
-    # Each task's samples are equal and no token of one stands in the other, nor twice in a rollout.
+    # Each task's samples are equal, no token is in both tasks, and none repeats in a rollout.
     tokens = {"a": list(range(20)), "b": list(range(100, 120))}
     found = recording([(task, tokens[task], "0" + "1" * 19) for task in ("a", "a", "b", "b")])
     for history in ("siblings", "none", "wrong_task"):

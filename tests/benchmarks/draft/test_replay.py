@@ -9,7 +9,7 @@ from treering.arrays import Int32Array, Int64Array
 
 
 class Parrot:
-    """Draft what a table says for each context length, and note the contexts."""
+    """Draft what a table says for each context length, and record the contexts."""
 
     def __init__(self, drafts: dict[int, list[int]]) -> None:
         self._drafts = drafts
@@ -30,7 +30,7 @@ class Parrot:
 
 def test_a_step_emits_what_agrees_and_one_token_more_within_the_sampled_run() -> None:
     found = recording([("a", [1, 2, 3, 4, 5, 6, 7, 8], "01111011")])
-    # Behind 1 two right and a wrong one; behind 1..4 the run's last, and more than the run; then nothing.
+    # After 1: two right and a wrong token. After 1..4: the run's last, and more than the run. Then nothing.
     parrot = Parrot({1: [2, 3, 9], 4: [5, 6, 7], 6: []})
     row = replay_chains(found, plans(found)["none"], parrot, lambda done: None)
     assert parrot.contexts == [[1], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]

@@ -1,4 +1,4 @@
-"""The replay that is timed accepts what the rollout goes on with, and no more."""
+"""The timed replay accepts the tokens that the rollout continues with, and no more."""
 
 import json
 from pathlib import Path

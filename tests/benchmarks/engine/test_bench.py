@@ -1,4 +1,4 @@
-"""The engine benchmark: its baseline is what it says, every side samples what it is timed for, its report adds up."""
+"""The engine benchmark: its baseline is as described, every side samples what it is timed for, its report adds up."""
 
 from dataclasses import replace
 
@@ -22,11 +22,11 @@ NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 3, 2, 16
 
 
 def tiny_model(*, certainty: float = 1.0) -> PreTrainedModel:
-    """Its own vocabulary is that of the sums; the higher the certainty, the more its rollouts resemble one another."""
+    """Build a model for the sums' vocabulary; with higher certainty its rollouts resemble one another more."""
     model = build_model(shape=replace(TINY, num_layers=2, vocab_size=ChainedSums(1).vocab_size)).eval()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(certainty)
-        # Random layers add next to nothing, and it would not matter what a token sees.
+        # Random layers add next to nothing, so the context of a token would not matter.
         for name, weight in model.named_parameters():
             if "_proj" in name:
                 weight.mul_(12)
@@ -51,7 +51,7 @@ def drafting_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def drafts_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drafted must not depend on how busy the machine is that tests this."""
+    """Make drafts independent of how busy the testing machine is."""
     costs = VerifyCosts(num_tokens=np.array([1, 64]), seconds=np.array([1.0, 1.1]))
     monkeypatch.setattr(TorchEngine, "measure_costs", lambda self: costs)
 
@@ -76,7 +76,7 @@ def test_generate_samples_from_the_model_at_temperature_one_and_from_all_tokens(
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_generate_gives_each_prompt_its_rollout_whatever_batch_it_is_padded_in(cache: str) -> None:
-    # So certain a model draws its likeliest token always, and rollouts can be compared.
+    # At this certainty a model always draws its likeliest token, so rollouts can be compared.
     model = tiny_model(certainty=1e5)
     prompts = [tokens_of(*range(1, length)) for length in (3, 7, 5, 2)]
     alone = [generate(model, [prompt], batch_size=1, max_tokens=6, cache=cache)[0].tolist() for prompt in prompts]

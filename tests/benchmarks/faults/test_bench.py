@@ -1,4 +1,4 @@
-"""The fault run: it sees what is lost, it covers every kind, and its documents show what it measured."""
+"""The fault run: it detects lost data, it covers every kind, and its documents show what it measured."""
 
 import signal
 from pathlib import Path
@@ -17,7 +17,7 @@ from treering.errors import InputError
 
 
 def finished(folder: Path, *, rows: str = "12", lines: str = "1122", weight: float = 1.0) -> Path:
-    """A run folder of two steps: the steps of its rows and rollouts, and its weight."""
+    """Write a run folder of two steps: the steps of its rows and rollouts, and its weight."""
     (folder / "rollouts").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in rows))
     (folder / "rollouts" / "epoch-000.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in lines))

@@ -1,4 +1,4 @@
-"""The device benchmark: its code runs without a device, both sides do the same work, and what is wrong is not timed."""
+"""The device benchmark: it runs without a device, both sides do the same work, and wrong results are not timed."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def test_the_driver_runs_all_parts_in_order_and_writes_a_file_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu.gpu_attention, "measured_backends", lambda: ["segments"])
-    # The policy of its sums would take a minute to train.
+    # The policy of the sums would take a minute to train.
     start = random_start(tmp_path / "start")
     monkeypatch.setattr("benchmarks.gpu.loop.measure_sums", lambda size, device: measure_sums(TINY, device, start))
     reports = gpu.run(gpu.Settings(device="cpu", size="tiny", data=tmp_path, out=tmp_path))
@@ -40,7 +40,7 @@ def test_the_driver_runs_all_parts_in_order_and_writes_a_file_for_each(
         assert (report["errors"], report["skipped"]) == ([], [])
         assert report["environment"]["sets"] == ["generated"]
     rollouts = next(case for case in reports["engine"]["cases"] if case["kind"] == "rollouts")
-    # Five tokens: three at one time, then two, since the last one has no room behind it.
+    # Five tokens: first three, then two, because no token follows the last one.
     found = [(way["accepted"], way["tokens_per_step"]) for way in rollouts["by_acceptance"]]
     assert found == [(0.0, 1.0), (1.0, 2.5)]
     sums, recorded = reports["loop"]["cases"]

@@ -1,4 +1,4 @@
-"""Whole models on a device: every way gives one gradient, work counted by hand, ways that do not fit are left out."""
+"""Whole models on a device: every way gives one gradient, work is counted by hand, ways that do not fit are skipped."""
 
 from dataclasses import replace
 from typing import Any, get_args
@@ -51,7 +51,7 @@ def gradients(model: PreTrainedModel, step: Step) -> dict[str, torch.Tensor]:
 
 
 def expected_gradients(model: PreTrainedModel, workload: Workload) -> dict[str, torch.Tensor]:
-    """Branch after branch through the stock model, with all logits at one time."""
+    """Return the gradients of each branch through the stock model, with all logits at once."""
     model.zero_grad()
     losses = []
     for branch, mask in zip(workload.sequences, workload.masks, strict=True):
@@ -67,7 +67,7 @@ def expected_gradients(model: PreTrainedModel, workload: Workload) -> dict[str, 
 def test_every_layout_gives_the_gradient_of_stock_code(
     rows: Rows, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Chunks of two rows: more than one in every micro-batch.
+    # Chunks of two rows, so that every micro-batch has several.
     monkeypatch.setattr("benchmarks.gpu.model.steps.HEAD_CHUNK_ENTRIES", 2 * TINY_SHAPE.vocab_size)
     model = build_on_device(plan(checkpointed=max_tokens == 6), "cpu")
     expected = expected_gradients(model, UNEVEN)
@@ -77,7 +77,7 @@ def test_every_layout_gives_the_gradient_of_stock_code(
 
 
 def test_torchs_packed_kernel_takes_grouped_heads_and_gives_gradients() -> None:
-    # Without a device only shapes can be seen: tensors without numbers, through the operator that a device runs.
+    # Without a device only shapes can be checked: tensors without data, through the operator that a device runs.
     leaves = [torch.empty(1, heads, 30, 128, device="meta", dtype=torch.bfloat16) for heads in (16, 8, 8)]
     for leaf in leaves:
         leaf.requires_grad_()

@@ -1,4 +1,4 @@
-"""The loop benchmark: runs differ in nothing but their parts, and the arithmetic of parts and whole is what it says."""
+"""The loop benchmark: runs differ only in their parts, and the arithmetic of parts and whole is as described."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The benchmark of pictures compares two ways that compute the same gradient."""
+"""The benchmark of images compares two ways that compute the same gradient."""
 
 import pytest
 from benchmarks.pictures import bench

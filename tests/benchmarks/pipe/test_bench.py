@@ -1,4 +1,4 @@
-"""The pipe benchmark: passes are timed as they are, and the simulator predicts a run from the times of others."""
+"""The pipe benchmark: passes are timed as they run, and the simulator predicts a run from the times of others."""
 
 import json
 from dataclasses import replace

@@ -33,7 +33,7 @@ def test_prompts_of_a_seed_are_the_same_and_distinct() -> None:
 
 
 class Scripted:
-    """A policy that says what it is told, and keeps what it was asked."""
+    """Policy that plays a script and keeps its questions."""
 
     def __init__(self, *texts: str) -> None:
         self.texts, self.asked = list(texts), list[Any]()

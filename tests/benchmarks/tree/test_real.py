@@ -34,7 +34,7 @@ def test_every_way_leaves_the_gradient_of_the_mean_over_trained_tokens(max_token
     assert len(losses) == sample.num_trained_tokens
     expected = gradient_after(model, torch.stack(losses).mean().backward)
     for name, step in build_steps(model, sample, max_tokens).items():
-        # Twice: a step must clear what the last one left.
+        # Twice, because a step must clear the previous step's gradients.
         step()
         assert relative_error(gradient_after(model, step), expected) < 1e-5, name
 

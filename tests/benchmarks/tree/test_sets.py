@@ -1,4 +1,4 @@
-"""The bench sets: seeded samples of whole tasks, ids that fit the small vocabulary, files that are found or missed."""
+"""The bench sets: seeded samples of whole tasks, ids that fit the small vocabulary, files that are found or missing."""
 
 from pathlib import Path
 

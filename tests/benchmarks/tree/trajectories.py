@@ -1,4 +1,4 @@
-"""Generated stand-ins of the bench sets: a folder of real data without a real trajectory, tasks and a small model."""
+"""Generated stand-ins of the bench sets: a folder of generated trajectories, tasks and a small model."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ TINY = ModelShape(
     intermediate_size=24,
     vocab_size=4096,
 )
-"""Knows every folded id."""
+"""Its vocabulary has every folded id."""
 
 
 def tiny_model() -> PreTrainedModel:
@@ -50,7 +50,7 @@ def tasks(*, seed: int = 0, num_tasks: int = 4) -> list[TrainingTask]:
 
 
 def write_folder(folder: Path) -> Path:
-    """A folder like that of real data, with a generated file for each set; none of tool schemas."""
+    """Write a folder like that of real data, with a generated file for each set but tool schemas."""
     (folder / "bench").mkdir()
     for seed, stem in enumerate(sorted(set(FILES.values()))):
         write_trajectories(folder / "bench" / f"{stem}.jsonl.gz", trajectories(seed=seed))

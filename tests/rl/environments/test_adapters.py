@@ -1,4 +1,4 @@
-"""Objects of other libraries as environments: their methods are called as the policy asks, their rewards arrive."""
+"""Objects of other libraries as environments: their methods are called as the policy asks, and their rewards arrive."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from treering.rl.environments.policy import ContextFullError, Reply
 
 
 class Spoken:
-    """A policy that says what a script has."""
+    """Policy that plays a script."""
 
     def __init__(self, *turns: str | Exception) -> None:
         self.turns, self.seen, self.tools = list(turns), [], None
@@ -139,7 +139,7 @@ def test_schemas_say_names_types_and_what_is_required() -> None:
 
 
 class Walk:
-    """Three steps to the right end it."""
+    """Environment that ends after three steps to the right."""
 
     def reset(self, length: int) -> tuple[str, dict[str, Any]]:
         self.left = length
@@ -151,7 +151,7 @@ class Walk:
 
 
 class PlainWalk(Walk):
-    """Says only that it is over."""
+    """Environment whose step returns only whether it is over."""
 
     def step(self, action: str) -> Any:
         return super().step(action)[:3]
@@ -186,7 +186,7 @@ def test_steps_have_their_rewards_and_end_the_episode(walk: type[Walk]) -> None:
             "a  b",
             (ToolCall(name="f", arguments={}),),
         ),
-        # Minutes where each beginning is searched for an end.
+        # Takes minutes if the end is searched for each beginning.
         pytest.param("<tool_call> " * 20_000, "<tool_call> " * 20_000, (), id="begun and never ended"),
     ],
 )

@@ -38,7 +38,7 @@ def test_a_fork_trains_the_common_turn_once_or_in_each_branch() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_call_is_a_path_and_each_of_its_tokens_is_trained_once(seed: int) -> None:
-    """Random logs over two token ids, so that contexts, samples and beginnings coincide often."""
+    """Random logs over two token ids, so that contexts, samples and beginnings often coincide."""
     rng = np.random.default_rng(seed)
     calls: list[Call] = []
     for number in range(30):

@@ -1,4 +1,4 @@
-"""What counts of a turn: calls and answers after the thought; and which chats go on after sampled tokens."""
+"""Reading a turn: calls and answers count after the thought. Some chats continue after sampled tokens."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ def tokens_of(folder: Path, form: str = "Hermes", opening: str = "") -> ChatToke
 
 
 def turn_of(chat: ChatTokens, text: str, *, tools: bool = True) -> Turn:
-    """The turn that the model writes as a text, after a question."""
+    """Return the turn of a text that the model writes after a question."""
     schemas = as_tools([TOOL]) if tools else ()
     context = chat.prompt(as_messages([{"role": "user", "content": "Hi"}]), schemas)
     tokens = chat.text.encode(f"{text}<|im_end|>")
@@ -99,7 +99,7 @@ def test_the_message_of_a_turn_keeps_its_thought(tmp_path: Path) -> None:
     tagged = f"<tool_call>{CALL}</tool_call>"
     seen = turn_of(chat, f"<think>hm</think>So {tagged}").message
     assert (seen["content"], "reasoning_content" in seen) == ("<think>hm</think>So", False)
-    # Special tokens have no text in a message, so the thought stands apart.
+    # Special tokens have no text in a message, so the thought is separate.
     apart = turn_of(chat, f"[THINK]hm[/THINK]So {tagged}").message
     assert (apart["content"], apart["reasoning_content"]) == ("So", "hm")
     assert turn_of(chat, "[THINK]hm", tools=False).message["reasoning_content"] == "hm"
@@ -189,7 +189,7 @@ class Adder:
 
 
 def played(chat: ChatTokens, environment: Environment, *turns: str) -> Any:
-    """What an episode gives in which the model writes these turns."""
+    """Return what an episode gives in which the model writes these turns."""
     left = iter(turns)
 
     def script(request: Request) -> list[int]:

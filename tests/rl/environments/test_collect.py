@@ -1,4 +1,4 @@
-"""What environments sample is what is trained, once, whoever ends first and whatever fails."""
+"""What environments sample is trained once, whichever episode ends first and whatever fails."""
 
 import asyncio
 import os
@@ -118,14 +118,14 @@ def test_a_chat_goes_on_after_the_very_tokens_that_were_sampled(
     pairs = [pair for calls in watched.calls.values() for pair in pairwise(calls)]
     for before, call in pairs:
         assert call.context[: before.path.size].tolist() == before.path.tolist()
-        # A turn that was cut off is ended for it.
+        # The environment ends a turn that was cut off.
         assert (before.path[-1] == TURN_END) != (call.context[before.path.size] == TURN_END)
     assert 0 < sum(before.path[-1] == TURN_END for before, _ in pairs) < len(pairs)
     assert [len(group.rollouts) for group in collected.groups] == [8] * 4
 
 
 def test_a_turn_computes_its_new_tokens_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but what follows the earlier turn was in memory."""
+    """Everything before the earlier turn's end is cached."""
     watched = Watched(monkeypatch)
     engine = engine_of(model)
     collect(engine, task_of(Linear()), group_size=1)
@@ -169,7 +169,7 @@ def test_deterministic_episodes_give_the_same_batches_so_that_a_run_repeats_bitw
 
 
 class Failing(Linear):
-    """Some samples of a task fail, each in its own way."""
+    """Environment in which some samples of a task fail, each in a different way."""
 
     def __init__(self) -> None:
         self.number: Counter[object] = Counter()
@@ -206,7 +206,7 @@ def test_failures_are_counted_by_cause_and_change_no_other_run(model: PreTrained
     for cause in ("ValueError: no number", "SystemExit: bye", "no end within 2 s", "SystemExit: 3", "finite number"):
         assert text.count(cause) == 1, counts
     assert tokens_by_sample(collected) == {key: paths for key, paths in whole.items() if key[2] in (0, 6, 7)}
-    # Rows and slots are back: as much runs as before.
+    # Rows and slots are free again: as many runs as before fit.
     assert engine.num_unfinished == 0
     assert engine.progress() == {}
     assert tokens_by_sample(collect(engine, task_of(Linear()), num_tasks=2)) == whole
@@ -226,7 +226,7 @@ def test_an_episode_that_blocks_the_others_ends_the_run_with_its_place(model: Pr
 
     class Blocking(World):
         async def run(self, task: EnvTask, policy: Policy) -> float:
-            release.wait(20)  # here
+            release.wait(20)  # blocks here
             return 0.0
 
     try:
@@ -379,7 +379,7 @@ def test_an_engines_error_ends_the_step(model: PreTrainedModel) -> None:
 
 
 def test_waiting_episodes_hold_no_row(model: PreTrainedModel) -> None:
-    """One row serves all, while those that have asked already wait for the last."""
+    """One row serves all episodes, although those that asked already wait for the last one."""
     started = asyncio.Event()
 
     class Meeting(World):
@@ -399,7 +399,7 @@ def test_waiting_episodes_hold_no_row(model: PreTrainedModel) -> None:
 
 
 class Sandboxed(World):
-    """Episodes that are cancelled while a sandbox is open, which takes a second to close, each in its own way."""
+    """Environment with different clean-ups for cancelled episodes, whose sandbox takes a second to close."""
 
     kinds = ("finally", "context", "nested", "gathered", "thread", "awaited thread", "blocking", "generator")
 
@@ -429,7 +429,7 @@ class Sandboxed(World):
         try:
             await asyncio.sleep(1000)
         finally:
-            # Steps of a clean-up are tasks of their own, which the end must not cancel.
+            # Steps of a clean-up are separate tasks, which the end of the run must not cancel.
             await asyncio.wait_for(asyncio.shield(asyncio.sleep(1.0)), 5.0)
             self.closed.append(kind)
 
@@ -479,7 +479,7 @@ def test_an_episode_that_times_out_cleans_up_whatever_form_its_clean_up_has(mode
 
 @pytest.mark.parametrize("episode_timeout", [100.0, 0.5])
 def test_an_interrupted_step_lets_its_episodes_clean_up(model: PreTrainedModel, episode_timeout: float) -> None:
-    """Also one that is in the middle of its clean-up, which a second cancellation would end."""
+    """Also an episode in the middle of its clean-up, which a second cancellation would end."""
     world, until_s = Sandboxed(), time.monotonic() + 1.0
 
     def interrupt(_: int) -> None:

@@ -40,7 +40,7 @@ def test_an_evaluation_has_the_episodes_of_training_with_the_same_keys(name: str
 
 
 class Paid(World):
-    """Earns by its call, too."""
+    """Environment that also rewards a call."""
 
     async def run(self, task: EnvTask, policy: Policy) -> Outcome:
         reply = await policy.chat([user(f"task {task.data}")])
@@ -64,7 +64,7 @@ def test_what_its_calls_earn_belongs_to_the_reward_of_a_run_in_reports_logs_and_
 
 
 class OneOf:
-    """A group of two ranks as one of them sees it, once the other one's facts are known."""
+    """One rank's view of a group of two, once it knows the other's facts."""
 
     size = 2
 
@@ -103,14 +103,14 @@ def test_failed_episodes_of_a_rank_are_a_share_of_the_whole_step(monkeypatch: py
     monkeypatch.setattr(WORLDS["TwoSeats"], "run", failing)
     first = OneOf(0)
     step_of(first, max_failed=0.4)
-    # The second rank has the task that fails alone.
+    # Only the second rank has the failing task.
     assert step_of(OneOf(1, first.own), max_failed=0.4).num_reward_errors == 2
     with pytest.raises(StateError, match=r"2 of 6 did, 2 with .*ValueError: no file"):
         step_of(OneOf(1, first.own), max_failed=0.3)
 
 
 class Forking(World):
-    """A turn that two others go on after."""
+    """Environment with a turn that two others continue."""
 
     async def run(self, task: EnvTask, policy: Policy) -> float:
         chat = [user(f"task {task.data}")]
@@ -122,7 +122,7 @@ class Forking(World):
 
 @pytest.mark.parametrize(("world", "shared"), [(WORLDS["Linear"], "once"), (Forking, "once"), (Forking, "sum")])
 def test_a_kl_in_the_reward_counts_each_sampled_token_of_a_run_once(world: type[World], shared: str) -> None:
-    """Against log-probs of every call, each alone, by the stock forward."""
+    """Compares with log-probs of every call, run separately by the stock forward."""
     policy, before = model_of(), build_float64("qwen3", vocab_size=VOCAB, seed=4).eval()
     collected = collect(engine_of(policy), task_of(world(), shared=shared), num_tasks=2, group_size=3)
     options = RlOptions(

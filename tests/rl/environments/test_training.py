@@ -39,7 +39,7 @@ def test_the_gradient_of_a_tree_of_runs_is_that_of_their_branches_one_by_one(nam
 def group_of(
     rewards: list[float], of: tuple[int, ...], turn_rewards: tuple[tuple[float, ...], ...] = (), **fields: object
 ) -> Group:
-    """Branches of three tokens, of which the k-th has k + 1 more that are trained."""
+    """Return branches of three tokens, of which the k-th has k + 1 more that are trained."""
     branches, turns = [], []
     for number, run in enumerate(of):
         size = number + 1
@@ -60,7 +60,7 @@ def test_runs_are_compared_however_many_branches_they_have() -> None:
 def test_a_call_is_worth_what_its_run_earns_from_it_on() -> None:
     group = group_of([0.0, 1.0], (0, 0, 1), turn_rewards=((1.0, 4.0), ()))
     first, second, other = branch_advantages(group, "dr_grpo")
-    # The first calls are worth 5 and 1, the second ones 4 and, where there is none, 1.
+    # The first calls have values 5 and 1, the second ones 4 and, where there is none, 1.
     assert first.tolist() == [0, 0, 0, 2]
     assert second.tolist() == [0, 0, 0, 1.5, 1.5]
     assert other.tolist() == [0, 0, 0, -2, -2, -2]
@@ -69,7 +69,7 @@ def test_a_call_is_worth_what_its_run_earns_from_it_on() -> None:
 def test_a_run_without_rewards_of_calls_may_have_more_calls_than_those_with_some() -> None:
     group = group_of([0.0, 1.0], (0, 1, 1), turn_rewards=((1.0,), ()))
     first, other, later = branch_advantages(group, "dr_grpo")
-    # The first calls are worth 1 and 1, the second ones, where there is none, 0, and 1.
+    # The first calls have values 1 and 1, the second ones, where there is none, 0, and 1.
     assert not first.any()
     assert not other.any()
     assert later.tolist() == [0, 0, 0, 0.5, 0.5, 0.5]
@@ -95,7 +95,7 @@ def test_a_mean_over_sequences_is_one_over_runs(normalizer: str) -> None:
 
 
 def per_token(advantages: list[float], masks: list[np.ndarray], normalizer: str) -> list[float]:
-    """The sum over each sequence's tokens of weight times advantage."""
+    """Return the sum over each sequence's tokens of weight times advantage."""
     forests = [Forest.from_sequences([np.arange(mask.size)]) for mask in masks]
     lengths = np.array([mask.size for mask in masks])
     weights = entry_weights(

@@ -1,4 +1,4 @@
-"""Drafts across turns: what earlier episodes of a task said after the same observation, and not one token more."""
+"""Drafts across turns: what earlier episodes of a task said after the same observation, and not a token more."""
 
 import pytest
 from transformers import PreTrainedModel
@@ -8,7 +8,7 @@ from treering.engine.protocol import EngineStats, Sampling
 from treering.rl.drafting import Drafting
 from treering.rl.environments.collect_episodes import collect_episodes
 
-# Nearly greedy, so that a policy that does not move says the same again.
+# Nearly greedy, so that a policy that does not move repeats itself.
 SAMPLING = Sampling(max_tokens=500, stop_tokens=(TURN_END,), temperature=0.05)
 
 
@@ -20,7 +20,7 @@ def model() -> PreTrainedModel:
 def epochs(
     model: PreTrainedModel, name: str, drafting: Drafting | None, max_turn_tokens: int
 ) -> list[tuple[list[list[int]], EngineStats]]:
-    """The tokens and the work of two epochs of two tasks in groups of two."""
+    """Return the tokens and the work of two epochs of two tasks in groups of two."""
     task = task_of(WORLDS[name](), max_turn_tokens=max_turn_tokens)
     engine = engine_of(model, drafter=None if drafting is None else drafting.drafter, costs="none")
     found = []
@@ -49,6 +49,6 @@ def test_the_second_epoch_drafts_turns_from_their_first_token_and_samples_the_sa
 ) -> None:
     plain, drafted = (epochs(model, name, drafting, max_turn_tokens=2) for drafting in (None, Drafting()))
     assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in plain]
-    # In a turn of two tokens no draft may be longer than the first.
+    # In a turn of two tokens, no draft may be longer than one.
     assert drafted[1][1].tokens_per_forward >= 1.5
     assert plain[1][1].tokens_per_forward == 1.0

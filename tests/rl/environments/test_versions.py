@@ -1,4 +1,4 @@
-"""Weights that change inside an episode: every token has the version and the log-prob that sampled it."""
+"""Weights that change within an episode: every token has the version and the log-prob that sampled it."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ NUM_TURNS = 3
 
 
 class Updated(World):
-    """Has new weights before its last turn."""
+    """Environment that gets new weights before its last turn."""
 
     def __init__(self) -> None:
         self.update: Any = None
@@ -64,12 +64,12 @@ def test_every_token_has_the_version_and_the_log_prob_that_sampled_it() -> None:
         own = np.flatnonzero(rollout.loss_mask)
         wanted = by_version[rollout.versions[own], own]
         np.testing.assert_allclose(rollout.logprobs[own], wanted, atol=1e-10, rtol=0)
-        # What importance weights divide by.
+        # Importance weights divide by these.
         np.testing.assert_allclose(behaviour[own], wanted, atol=1e-10, rtol=0)
     assert group.runs is not None
     turns = group.runs.turns[0]
     assert first.versions[turns >= 0].tolist() == (turns[turns >= 0] == NUM_TURNS - 1).astype(int).tolist()
-    # What was read before the last turn has the version that read it for that turn.
+    # Tokens read before the last turn have the version that read them for that turn.
     last = int(np.flatnonzero(turns == NUM_TURNS - 1)[0])
     assert first.versions[last - 1] == 1
     assert (second.versions == 1).all()

@@ -1,4 +1,4 @@
-"""Waiting is logged as it was, forecasts the next epoch, and says who starts first; without a clock it is exactly 0."""
+"""Waiting is logged as it happened, predicts the next epoch, and orders its starts; without a clock it is exactly 0."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ def model() -> PreTrainedModel:
 
 
 class Clock:
-    """A clock and a loop that pauses whenever time passes."""
+    """A clock, and a loop that pauses whenever time passes."""
 
     def __init__(self) -> None:
         self.time_s, self.num_pauses = 5.0, 7
@@ -64,7 +64,7 @@ def test_time_in_which_the_loop_never_paused_is_no_waiting() -> None:
 
 
 class Sleeping(World):
-    """Two turns with a tool between them that takes its time for the last task only."""
+    """Environment of two turns, with a tool between them that takes time only for the last task."""
 
     async def run(self, task: EnvTask, policy: Policy) -> float:
         reply = await policy.chat([user(f"task {task.data}")])
@@ -114,7 +114,7 @@ def test_the_longest_expected_spans_start_first_once_something_is_known(model: P
     assert forecast.order(["t0", "t1"], 2) == [0, 1, 2, 3]
     forecast.observe(collect(engine_of(model), task_of(Sleeping()), num_tasks=2, group_size=2).groups)
     forecast.note_pace(1e-6)
-    # The second task has waited, longer than any number of tokens takes.
+    # The second task waited longer than any number of tokens takes.
     assert forecast.order(["t0", "t1"], 2) == [2, 3, 0, 1]
     resumed = EpisodeForecast()
     resumed.load_state(forecast.state())

@@ -1,4 +1,4 @@
-"""Small environments of every shape of a tree, and what samples for them."""
+"""Small environments of every tree shape, and an engine that samples for them."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def user(text: str) -> Mapping[str, Any]:
 
 
 class World(Environment):
-    """Rewards by what was said, so that they differ within a group."""
+    """Environment that rewards what was said, so that rewards differ within a group."""
 
     tasks = TASKS
 
@@ -35,7 +35,7 @@ class World(Environment):
 
 
 class Linear(World):
-    """Four turns of one chat."""
+    """Environment with four turns of one chat."""
 
     async def run(self, task: EnvTask, policy: Policy) -> float:
         messages, texts = [user(f"task {task.data}")], []
@@ -47,7 +47,7 @@ class Linear(World):
 
 
 class Rerendered(World):
-    """Four turns, of which each shows the earlier ones otherwise: the answers without their thoughts, say."""
+    """Environment of four turns, each of which shows the earlier ones differently, such as without their thoughts."""
 
     async def run(self, task: EnvTask, policy: Policy) -> float:
         history, texts = [user(f"task {task.data}, at some length, as prompts are")], []
@@ -59,7 +59,7 @@ class Rerendered(World):
 
 
 class Compacting(World):
-    """Two turns, then a summary in place of the history, and two turns more."""
+    """Environment of two turns, then a summary in place of the history, and two more turns."""
 
     async def run(self, task: EnvTask, policy: Policy) -> float:
         messages, texts = [user(f"task {task.data}, which is long enough to be shared")], []
@@ -73,7 +73,7 @@ class Compacting(World):
 
 
 class SubAgents(World):
-    """Three sub-agents at the same time, from one question, then an answer; they end in some order of their own."""
+    """Environment of three sub-agents at the same time, from one question, then an answer; they end in any order."""
 
     order: Sequence[int] = (0, 0, 0)
 
@@ -92,7 +92,7 @@ class SubAgents(World):
 
 
 class TwoSeats(World):
-    """Two trained players and a judge that is not."""
+    """Environment of two trained players and a judge that is not trained."""
 
     async def run(self, task: EnvTask, policy: Policy) -> Outcome:
         seats = {name: policy.agent(name) for name in ("first", "second")}
@@ -107,7 +107,7 @@ class TwoSeats(World):
 
 
 class Resampling(World):
-    """The same question again and again, as tokens."""
+    """Environment that asks the same question again and again, as tokens."""
 
     async def run(self, task: EnvTask, policy: Policy) -> float:
         context = policy.encode(f"task {task.data}")
@@ -116,7 +116,7 @@ class Resampling(World):
 
 
 class Tools(World):
-    """A chat with an observation of a tool after each turn, whatever the turn says."""
+    """Environment of a chat with a tool's observation after each turn, whatever the turn says."""
 
     async def run(self, task: EnvTask, policy: Policy) -> float:
         messages, texts = [user(f"task {task.data}")], []
@@ -148,7 +148,7 @@ def engine_of(model: PreTrainedModel, **options: Any) -> TorchEngine:
 
 
 class Watched:
-    """The calls of every session, as they were answered."""
+    """Environment that records the calls of every session with their answers."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.calls: dict[tuple[Any, ...], list[Call]] = {}

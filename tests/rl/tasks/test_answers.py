@@ -1,4 +1,4 @@
-"""Final answers and their numbers: where they stand, what is a number, and which texts are the same."""
+"""Final answers and their numbers: where they stand, what counts as a number, and which texts are equal."""
 
 from fractions import Fraction
 

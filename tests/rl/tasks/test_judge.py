@@ -1,4 +1,4 @@
-"""A judge behind a URL: what it is asked, how its replies are read, kept and retried. The server is a loopback one."""
+"""A judge behind a URL: what it is asked, and how its replies are read, cached and retried. The server is local."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ from treering.rl.tasks.text_reward import TextReward, WeightedReward
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with what `reply` makes of the question: a status, and a text or all bytes of the answer."""
+    """Server that answers with what `reply` makes of the question: a status, and a text or all bytes of the answer."""
 
     daemon_threads = True
 
@@ -86,7 +86,7 @@ def test_a_judge_is_asked_once_for_each_text_and_never_again(
     assert sorted(body["messages"][0]["content"] for body in server.bodies) == ["q|a|3", "q|bcd|3"]
     assert all((body["model"], body["temperature"]) == ("m", 0.0) for body in server.bodies)
     assert server.keys == ["Bearer k"] * 2
-    # From the files, with another judge and no server.
+    # Read from the cache, with another judge and without a server.
     assert ask(judge_at("http://127.0.0.1:9/v1", tmp_path, **settings), "bcd", "a") == [7.0, 5.0]
     next(iter(tmp_path.glob("*.json"))).write_text("{")
     assert ask(judge_at(server.url, tmp_path, **settings), "a", "bcd") == [5.0, 7.0]

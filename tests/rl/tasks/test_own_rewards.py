@@ -1,4 +1,4 @@
-"""Rewards of one's own: where they are found, which signatures they have, and how several are one reward."""
+"""Rewards of the user: where they are found, which signatures they have, and how several form one reward."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from treering.rl.tasks.text_reward import TextReward, WeightedReward, bind
 
 @pytest.fixture(autouse=True)
 def import_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Takes back what finding a reward leaves on the import path, and runs in its own folder."""
+    """Restore the import path after a reward was found, and run in a temporary folder."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
@@ -39,7 +39,7 @@ def prompt_with(**columns: Any) -> Prompt:
 
 
 def reward_of(source: str, *columns: str, **more: str) -> TextReward:
-    """The bound reward `f` of a file with this source; further ones by name, with weight 1."""
+    """Return the bound reward `f` of a file with this source; further ones by name, with weight 1."""
     write(Path("own.py"), source)
     names = ["own.py:f", *more.values()]
     reward = TextReward([WeightedReward(name=name) for name in names] if more else names[0], [Path()])
@@ -194,7 +194,8 @@ def test_a_group_reward_of_another_length_is_an_error_with_its_place(answer: str
 
 
 def test_coroutines_of_a_group_run_at_the_same_time_in_one_loop_also_inside_of_a_loop() -> None:
-    # Each call waits for the others: one at a time would never end, and a second loop refuses the first one's objects.
+    # Each call waits for the others: calls one by one would never end, and a second loop refuses the first one's
+    # objects.
     reward = reward_of(
         "import asyncio\n"
         "barrier = asyncio.Barrier(3)\n"

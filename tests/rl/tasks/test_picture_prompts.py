@@ -1,4 +1,4 @@
-"""Prompts with pictures: tokens and places of the processor, ids by what is seen, and groups trained on forests."""
+"""Prompts with images: the processor's tokens and places, ids that depend on pixels, and groups trained on forests."""
 
 import json
 from pathlib import Path

@@ -53,7 +53,6 @@ def write(file: Path, *records: object) -> Path:
 
 
 def measured(prompt: Prompt, text: str) -> float:
-    """A user's reward function."""
     return float(len(text)) + (prompt.answer is None)
 
 

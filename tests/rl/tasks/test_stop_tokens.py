@@ -1,4 +1,4 @@
-"""Stop tokens: a rollout ends at every token with which its tokenizer, template, model or user end a turn."""
+"""Stop tokens: a rollout ends at every token with which its tokenizer, template, model or user ends a turn."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ TURN = "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' +
 
 
 def write_tokenizer(folder: Path, end: str = "<|eot_id|>", guard: str = "") -> Path:
-    """A tokenizer with Llama 3's markers, whose template ends a turn with `end` and begins with `guard`."""
+    """Write a tokenizer with Llama 3's markers, whose template ends a turn with `end` and begins with `guard`."""
     loop = "{% for message in messages %}" + TURN % end + "{% endfor %}"
     opens = "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     return save_tokenizer(folder, LLAMA, chat_template=guard + loop + opens, eos_token="<|end_of_text|>")
@@ -35,7 +35,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model folder, as far as stop tokens are read from it: it ends texts with three ids."""
+    """The files of a model folder from which stop tokens are read; it ends texts with three ids."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 0, "text_config": {"eos_token_id": 7}}))
@@ -52,7 +52,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("template", ["hf", "plain", "raw"])
 def test_a_policy_that_ends_its_turn_in_its_own_way_stops(file: Path, llama: Path, model: Path, template: str) -> None:
-    """As the template ends a turn, or else as the model's folder says."""
+    """It ends as the template ends a turn, or else as the model's folder says."""
     folder = None if template == "hf" else model
     task = PromptsFile(file, tokenizer=llama, reward="exact_answer", template=template, model=folder)  # type: ignore[arg-type]
     engine = ScriptedEngine(lambda request: [20, 21, 3, 22])
@@ -206,7 +206,7 @@ def test_the_bytes_of_tokens_in_a_row_are_those_of_their_text(llama: Path, tmp_p
     levels = TextTokens(llama)
     assert b"".join(map(levels.bytes_of, levels.encode(text).tolist())) == text.encode()
     assert levels.bytes_of(3) == b"<|eot_id|>"
-    # As SentencePiece: a mark for a space, and a token for each byte that no other has.
+    # Like SentencePiece: a mark for a space, and a token for each byte that no other token has.
     vocab = {"\u2581": 0, "\u25814": 1, "<0xC3>": 2, "<0xA4>": 3, "\u00fc": 4}
     pieces = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
     pieces.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])

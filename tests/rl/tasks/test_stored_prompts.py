@@ -1,4 +1,4 @@
-"""Prompts that lie in files are those that were given, take no memory, and are tokenized once for all starts."""
+"""Prompts stored in files equal the given ones, take no memory, and are tokenized once for all starts."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ def fields_of(prompt: Prompt) -> tuple[object, ...]:
 
 
 def rows_of(num_prompts: int) -> TokenDataset:
-    """Tokens whose row n has n + 1 tokens, at most 7."""
+    """Return tokens in rows, of which row n has n + 1 tokens, at most 7."""
     sizes = [1 + number % 7 for number in range(num_prompts)]
     rows = [
         RenderedTrajectory(
@@ -78,7 +78,7 @@ def test_prompts_take_sixteen_bytes_each_beside_their_rows() -> None:
     finally:
         tracemalloc.stop()
     assert len(stored) == 2000
-    # Arrays that grow have up to an eighth more, a file a buffer; a prompt has a kilobyte.
+    # Growing arrays have up to an eighth more, a file a buffer; a prompt has a kilobyte.
     assert held < 2000 * 18 + 32_000
 
 
@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Prompts with and without ids, a picture, one that comes twice, and a long one."""
+    """Prompts with and without ids, an image, a repeated prompt, and a long one."""
     (tmp_path / "a.png").write_bytes(as_bytes(picture(0, (56, 56))))
     records = [
         {"question": "the tool", "answer": 2.50, "level": 1.5},
@@ -115,7 +115,7 @@ def read(file: Path, folder: Path, cache: Path | None, **options: int) -> Prompt
 
 
 def said_of(task: PromptsFile) -> tuple[object, ...]:
-    # Processes that sample get them so.
+    # Processes that sample receive them pickled.
     prompts = [fields_of(pickle.loads(pickle.dumps(prompt))) for prompt in task.prompts]
     return prompts, task.num_overlong, task.num_duplicates, task.form_in_words, task.notes
 

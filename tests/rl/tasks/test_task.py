@@ -1,5 +1,3 @@
-"""Prompts and their names."""
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,7 +30,7 @@ def test_a_prompt_without_tokens_or_name_is_refused() -> None:
     with pytest.raises(InputError, match="name the prompt"):
         prompt_of(prompt_id="")
     assert prompt_of(prompt_id=0).prompt_id == 0
-    # A number of numpy would be another name in JSON, and another draw, than the integer that it equals.
+    # A numpy number would have another name in JSON, and another draw, than the integer that it equals.
     for name in (np.int64(3), 1.5, None):
         with pytest.raises(InputError, match="text or an integer"):
             prompt_of(prompt_id=name)
