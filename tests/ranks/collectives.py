@@ -39,7 +39,7 @@ def backward(*args: Any, **options: Any) -> Any:
 
 
 class Recording(TorchDispatchMode):
-    """Dispatch mode that records every call of torch.distributed: its name, and each tensor's dtype, device and size."""
+    """Dispatch mode that records calls of torch.distributed: each name, and each tensor's dtype, device and size."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ ENDING: Mapping[str, Callable[[], object]] = {
 
 
 class Doing(TinyTask):
-    """Task whose first samples of each group in the first step act, one action each; or all rollouts do the first one."""
+    """Task whose first samples of each group in the first step act, one action each; or all rollouts do the first."""
 
     def __init__(self, *names: str, always: bool = False) -> None:
         super().__init__()
