@@ -216,7 +216,7 @@ def test_a_planted_circle_is_found() -> None:
     assert set(circle(units_below("t", edges))) == {"t.a", "t.b"}
 
 
-def test_files_and_public_classes_have_names_of_their_own() -> None:
+def test_files_and_public_classes_have_unique_names() -> None:
     files = Counter(path.stem for _, path in _modules() if path.stem not in ("__init__", "__main__"))
     classes = Counter(
         node.name

@@ -85,7 +85,7 @@ def test_a_lock_that_cannot_be_had_is_done_without(tmp_path: Path) -> None:
     assert once._lock(tmp_path / "compiling.lock") is None
 
 
-def test_without_a_folder_for_them_functions_compile_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_folder_functions_compile_and_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("cannot cache function: no locator available")
 
@@ -95,7 +95,7 @@ def test_without_a_folder_for_them_functions_compile_and_it_is_said(monkeypatch:
     assert triple(2) == 6
 
 
-def test_on_a_full_disk_functions_compile_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_functions_compile_and_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -17,7 +17,7 @@ def name_of(decorator: ast.expr) -> str | None:
     return inner.id if isinstance(inner, ast.Name) else None
 
 
-def test_no_compiled_function_is_added_beside_those_that_there_are() -> None:
+def test_no_compiled_function_is_added() -> None:
     found = [
         f"{file.relative_to(SOURCE)}: {node.name}"
         for file in sorted(SOURCE.rglob("*.py"))

@@ -167,7 +167,7 @@ def test_a_name_of_another_library_is_refused_with_ours(minimal: Path, override:
     assert f"unknown key '{key}'; did you mean '{near}' (" in refusal(minimal, override)
 
 
-def test_who_would_push_from_the_configuration_is_told_the_command(minimal: Path) -> None:
+def test_pushing_from_the_configuration_is_refused_with_the_command(minimal: Path) -> None:
     told = "upload a checkpoint with `hf upload`, see docs/report.md"
     assert f"unknown key 'run.push_to_hub'; {told}" in refusal(minimal, "run.push_to_hub=true")
 
@@ -175,7 +175,7 @@ def test_who_would_push_from_the_configuration_is_told_the_command(minimal: Path
 @pytest.mark.parametrize(
     ("text", "interval"), [("7", 7), ("30s", 30.0), ("10min", 600.0), ("0.5 h", 1800.0), (None, 600.0)]
 )
-def test_a_run_saves_every_so_many_steps_or_after_a_time(minimal: Path, text: str | None, interval: float) -> None:
+def test_a_run_saves_every_few_steps_or_after_a_time(minimal: Path, text: str | None, interval: float) -> None:
     found = load(SftConfig, minimal, [f"run.save_every={text}"] if text else []).run.save_interval
     assert (found.total_seconds() if isinstance(found, timedelta) else found) == interval
 
@@ -253,7 +253,7 @@ def test_settings_that_contradict_are_refused(minimal: Path, overrides: list[str
     assert "; " in message, "the fix follows the rule"
 
 
-def test_a_model_folder_goes_with_what_is_no_shape(minimal: Path) -> None:
+def test_a_model_folder_allows_settings_that_are_not_its_shape(minimal: Path) -> None:
     files = ["data.source=files", 'data.files=["a"]']
     config = load(SftConfig, minimal, ["model.path=m", "model.dtype=bfloat16", "model.device=cpu", *files])
     assert (config.model.path, config.model.dtype, config.data.files) == ("m", "bfloat16", (Path("a"),))

@@ -50,13 +50,13 @@ def test_a_name_of_another_library_is_refused_with_ours() -> None:
     assert "did you mean 'rl.group_size' (Rollouts per prompt and step)?" in refusal(STEPS, "rl.num_generations=8")
 
 
-def test_the_limits_of_a_batch_and_of_a_rollout_are_told_apart() -> None:
+def test_the_limits_of_a_batch_and_of_a_rollout_are_distinguished() -> None:
     message = refusal(STEPS, "rl.max_tokens=512")
     assert "did you mean 'rl.max_batch_tokens' (Most unique tokens per micro-batch)" in message
     assert "'sampling.max_tokens' (Most tokens of a rollout, including those of an environment)" in message
 
 
-def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
+def test_a_prompts_file_needs_no_tokenizer_with_a_model_folder() -> None:
     config = load(RlConfig, None, [STEPS, "task.kind=prompts", "task.file=p", "model.path=m"])
     assert config.task.tokenizer is None
 

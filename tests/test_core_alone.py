@@ -139,21 +139,21 @@ def test_forests_history_and_drafter_work(tmp_path: Path) -> None:
         (["inspect", "messages.jsonl", "--tokenizer", "t"], "the tokenizer t needs tokenizers"),
     ],
 )
-def test_a_command_that_needs_more_says_so_in_one_line(folder: Path, arguments: list[str], needs: str) -> None:
+def test_a_command_that_needs_an_extra_names_it_in_one_line(folder: Path, arguments: list[str], needs: str) -> None:
     done = without_train(COMMAND, *arguments, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     extra = "chat" if "tokenizers" in needs else "train"
     assert done.stderr == f"treering: {needs}: {command_for(extra)}\n"
 
 
-def test_the_doctor_says_how_to_install_what_is_missing(tmp_path: Path) -> None:
+def test_the_doctor_prints_how_to_install_missing_packages(tmp_path: Path) -> None:
     done = without_train(COMMAND, "doctor", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"because torch is missing: {command_for('train')}\n" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["backward", "objectives.sft"])
-def test_a_public_name_that_needs_more_says_so(tmp_path: Path, name: str) -> None:
+def test_a_public_name_that_needs_an_extra_names_it(tmp_path: Path, name: str) -> None:
     done = without_train(f"import treering\ntreering.{name}", cwd=tmp_path)
     last = done.stderr.splitlines()[-1]
     assert last.endswith(f"treering.{name} needs torch and transformers: {command_for('train')}")

@@ -47,7 +47,7 @@ def modules_of(room: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_examples_of_a_document_print_what_it_says(
+def test_the_examples_of_a_document_print_the_shown_output(
     document: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

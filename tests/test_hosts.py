@@ -28,7 +28,7 @@ def conflicts(requirement: str) -> Resolved:
         ("pins torch", resolves, "resolves, but is listed as a conflict", False),
     ],
 )
-def test_a_host_is_as_expected_only_where_the_table_says_so(
+def test_a_host_is_as_expected_only_if_the_table_lists_it(
     conflict: str | None, resolve: object, result: str, is_expected: bool
 ) -> None:
     row = judge(Host(name="vllm[x]", version="0.33.0", conflict=conflict), resolve)  # type: ignore[arg-type]

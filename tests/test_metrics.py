@@ -94,7 +94,7 @@ def test_steps_are_logged_once_and_in_order(tmp_path: Path) -> None:
         ("a", [1.0], "a metric is one number"),
     ],
 )
-def test_what_is_no_metric_is_refused_and_nothing_is_written(
+def test_a_value_that_is_not_a_metric_is_refused_and_nothing_is_written(
     tmp_path: Path, name: str, value: object, message: str
 ) -> None:
     with Metrics([JsonlSink(tmp_path / "m.jsonl")]) as log:

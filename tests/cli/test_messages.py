@@ -22,7 +22,7 @@ def test_the_library_knows_no_options_of_commands():
     assert found == []
 
 
-def test_a_command_speaks_of_its_own_settings(commands):
+def test_a_command_names_its_own_settings(commands):
     (commands.folder / "chat.jsonl").write_text('{"task_id": 1, "messages": [{"role": "user", "content": "2"}]}\n')
     line = commands.refused("sft", 'data.source="files"', 'data.files=["chat.jsonl"]')
     assert line.endswith(

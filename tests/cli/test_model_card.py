@@ -100,7 +100,7 @@ def test_a_run_from_the_hub_knows_its_base_model(hub_commands: Commands, cache: 
     assert str(cache) not in card
 
 
-def test_a_card_without_a_run_beside_it_says_what_it_can(tmp_path: Path) -> None:
+def test_a_card_without_its_run_shows_what_is_known(tmp_path: Path) -> None:
     card = model_card(tmp_path / "gone", 3, has_tokenizer=False)
     assert "# gone, step 3" in card
     assert "| sharing" not in card

@@ -23,7 +23,7 @@ def test_the_earlier_of_steps_and_epochs_ends_a_run(num_tasks, per_step, steps, 
     assert length(num_tasks, per_step, steps=steps, epochs=epochs).total == total
 
 
-def test_a_short_run_says_why_and_what_gives_more_steps():
+def test_a_short_run_reports_why_and_how_to_get_more_steps():
     assert length(6, 8).short_note() == (
         "this run is short, 1 step: an epoch is 6 tasks, 8 a step; raise train.num_epochs (now 1), or lower "
         "train.trees_per_step"
@@ -33,7 +33,7 @@ def test_a_short_run_says_why_and_what_gives_more_steps():
     assert length(6, 8, steps=1).short_note() is None, "one step was asked for"
 
 
-def test_a_complete_run_says_what_goes_on_with_it():
+def test_a_complete_run_reports_how_to_continue_it():
     whole = length(6, 2, epochs=2)
     assert whole.resume_note(Path("r"), 5) == "resuming the run in r after step 5"
     done = "the run in r is complete after step 6; raise train.num_epochs (now 2) to continue"

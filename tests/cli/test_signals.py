@@ -178,7 +178,7 @@ def test_a_second_signal_ends_a_command_at_once() -> None:
 ANNOUNCED = "interrupted by SIGTERM: saving the last whole step (again: end at once)\n"
 
 
-def test_a_run_that_saves_first_says_so_and_has_the_time() -> None:
+def test_a_run_that_saves_first_reports_it_and_has_the_time() -> None:
     code, out, err = ended(started(DEFERS), signal.SIGTERM)
     assert (code, out) == (143, f"{ANNOUNCED}saved\ncleaned up\n")
     assert err == "treering: interrupted by SIGTERM; start the same command again\n"

@@ -59,7 +59,7 @@ def test_the_json_has_the_bound_and_a_row_for_every_policy(capsys):
     assert report["lower_bound_s"] == other["bound_s"] < sync["bound_s"]
 
 
-def test_equal_rollouts_take_what_a_calculation_by_hand_says(capsys):
+def test_equal_rollouts_take_as_long_as_calculated_by_hand(capsys):
     # 4 workers of 8 slots have 16 rollouts each, of 100 tokens, at 1.8 s a token for 8: two rounds of 180 s.
     options = replace(SMALL, lengths=f"lognormal:{np.log(100)},0", noise=0.0, training=0.5)
     report = report_of(capsys, options)
@@ -86,7 +86,7 @@ def read_log_step(log: Path, at: int, *, staleness: int) -> np.ndarray:
     return read_trace(log, num_rollouts=16, staleness=staleness).steps[at].forecast.lengths
 
 
-def test_a_log_is_replayed_with_predictions_of_its_own_past(log, capsys):
+def test_a_log_is_replayed_with_predictions_from_its_past(log, capsys):
     options = SimulateOptions(file=log, num_workers=2, num_slots=8, num_rollouts=16, decode="1000,100", prefill_ms=500)
     [(trace, cluster)] = make_cases(options)
     assert [step.num_rollouts for step in trace.steps] == [16] * 6

@@ -206,7 +206,7 @@ def test_the_server_ends_chats_and_completions_where_training_does(folder: Path,
 
 
 @pytest.mark.filterwarnings("ignore:.*holds? the text of special tokens")
-def test_texts_of_trl_end_in_training_and_that_is_said_in_one_line(folder: Path, sft: Call) -> None:
+def test_texts_of_trl_end_in_training_and_one_line_reports_it(folder: Path, sft: Call) -> None:
     save_base(folder / "base", None)
     rows = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "2+3=", "completion": f"5{EOS}"}]
     checkpoint, err = fitted(folder, sft, rows)

@@ -17,7 +17,7 @@ def test_a_larger_share_holds_out_the_same_tasks_and_more() -> None:
     assert small < large
 
 
-def test_another_seed_chooses_anew() -> None:
+def test_another_seed_chooses_other_tasks() -> None:
     ours, theirs = ({i for i in range(2000) if is_held_out(i, 0.5, seed=seed)} for seed in (0, 1))
     assert 400 < len(ours & theirs) < 600
 

@@ -6,7 +6,7 @@ def test_the_variable_names_the_folder(tmp_path, monkeypatch):
     assert data_folder() == tmp_path
 
 
-def test_without_the_variable_it_is_the_shared_folder_beside_the_current_one(tmp_path, monkeypatch):
+def test_without_the_variable_it_is_the_shared_folder_next_to_the_current_one(tmp_path, monkeypatch):
     monkeypatch.delenv(DATA_VARIABLE, raising=False)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -122,7 +122,7 @@ def test_data_cannot_write_a_turn_in_the_plain_form(tokenizer_dir, tmp_path):
     ids=lambda mask: next(iter(mask)),
 )
 @pytest.mark.parametrize("tokens", ["tokens", "input_ids"])
-def test_a_mask_of_any_name_says_which_tokens_are_trained(tmp_path, tokens, mask):
+def test_a_mask_of_any_name_decides_which_tokens_are_trained(tmp_path, tokens, mask):
     [rendered] = render(read_all(tmp_path, {"task_id": 1, tokens: [5, 6, 7, 8], **mask})[0])
     np.testing.assert_array_equal(rendered.loss_mask, [False, False, True, True])
 
@@ -155,7 +155,7 @@ def test_a_mask_of_no_certain_meaning_is_refused(tmp_path, fields, rule):
         ({"role": "user", "content": "a", "reasoning": "b"}, "only an assistant thinks"),
     ],
 )
-def test_a_message_that_says_nothing_certain_is_refused(tmp_path, message, rule):
+def test_an_ambiguous_message_is_refused(tmp_path, message, rule):
     with pytest.raises(InputError, match=rf"set\.jsonl:1: messages\[1\].*{rule}|{rule}"):
         read(tmp_path, message)
 
@@ -246,13 +246,13 @@ def test_a_failed_run_is_left_out_and_counted_and_may_be_kept(tmp_path, name, ki
         *({"info": {"exit_status": "submitted"}}, {"is_completed": True}, {"source": "errors"}, {"resolved": False}),
     ],
 )
-def test_a_run_that_ended_is_no_failed_one(tmp_path, fields):
+def test_a_run_that_ended_has_not_failed(tmp_path, fields):
     failing_tool = {"role": "tool", "content": "no", "is_error": True, "error": "ENOENT"}
     assert len(read(tmp_path, answer(), failing_tool, answer(), **fields)) == 1
 
 
 @pytest.mark.parametrize("key", ["system_prompt", "available_tools"])
-def test_context_beside_the_messages_is_refused_unless_a_message_repeats_it(tmp_path, key):
+def test_context_outside_the_messages_is_refused_unless_a_message_repeats_it(tmp_path, key):
     with pytest.raises(InputError, match=rf"{key} stands beside the messages and is not read"):
         read(tmp_path, answer(), **{key: ["x"] if "tool" in key else "Be brief."})
     assert len(read(tmp_path, answer(), **{key: None})) == 1

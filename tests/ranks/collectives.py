@@ -33,7 +33,7 @@ from treering.tree.forest import Forest
 
 
 def backward(*args: Any, **options: Any) -> Any:
-    """Run a step that keeps partitions, because measuring memory takes forwards of its own."""
+    """Run a step that keeps partitions, because measuring memory takes extra forwards."""
     with forced("keep"):
         return measuring_backward(*args, **options)
 

@@ -140,7 +140,7 @@ def test_nothing_on_the_page_comes_from_a_network(tmp_path: Path) -> None:
     assert "src=" not in page
 
 
-def test_a_run_tells_its_settings_its_machine_and_where_it_was_resumed(tmp_path: Path) -> None:
+def test_a_run_shows_its_settings_its_machine_and_where_it_was_resumed(tmp_path: Path) -> None:
     write_run(tmp_path, config=CONFIG | {"model": {"path": "org/tiny"}})
     for step, machine in ((0, "first"), (3, "second"), (3, "third")):
         note_start(tmp_path, {"step": step, "machine": machine, "versions": {"torch": "2.9"}})

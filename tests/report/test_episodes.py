@@ -44,7 +44,7 @@ def test_each_token_of_each_branch_is_in_one_bar_of_its_kind() -> None:
     assert (drawn["num_calls"], drawn["wait_s"], drawn["step"]) == (4, 0.5, 3)
 
 
-def test_calls_one_after_the_other_are_bars_of_their_own_with_their_text() -> None:
+def test_each_of_several_consecutive_calls_is_a_bar_with_its_text() -> None:
     [drawn] = episodes_of([branch([1, 5, 6, 7], "a", [(0, 1, 3), (1, 3, 4)])], lambda token: f"<{token}>")
     assert [(span[4], span[5], span[6]) for span in drawn["spans"]] == [
         (-1, -1, "<1>"),

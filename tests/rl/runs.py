@@ -166,7 +166,7 @@ def store(folder: Path, **changes: object) -> CheckpointStore:
 def steps_in(
     folder: Path, loop: Resumable[RlStepReport], num_steps: int, *, save_every: int | None = 1, **more: Any
 ) -> Iterator[RlStepReport]:
-    """Yield the steps of a run in a folder, resuming an existing run and logging rollouts; `more` as for `run_steps`."""
+    """Yield the steps of a run in a folder, resuming an existing run and logging rollouts."""
     checkpoints = store(folder)
     opened = open_run(folder, loop, checkpoints)
     log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)

@@ -65,7 +65,7 @@ def test_differences_that_float64_cannot_hold_are_refused() -> None:
     assert group_advantages(rewards, "grpo").tolist() == pytest.approx([2**-0.5, -(2**-0.5)])
 
 
-def test_what_is_no_reward_or_estimator_is_refused() -> None:
+def test_an_unknown_reward_or_estimator_is_refused() -> None:
     for bad in ([1.0, math.nan], [math.inf, 0.0], [[1.0, 0.0]]):
         with pytest.raises(InputError, match="flat list of finite numbers"):
             group_advantages(np.array(bad), "grpo")

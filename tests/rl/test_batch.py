@@ -58,7 +58,7 @@ def test_groups_that_differ_in_reward_are_trained_in_either_layout(layout: str, 
     ]
 
 
-def test_log_probs_stand_behind_zeros_for_the_prompt() -> None:
+def test_log_probs_follow_zeros_for_the_prompt() -> None:
     batch = make_rl_batch(GROUPS, estimator="grpo", layout="tree")
     assert batch.behaviour_logprobs[0].tolist() == [0, 0, -1, -2, -3]
     assert batch.old_logprobs[1].tolist() == [0, 0, -1.5, -2]

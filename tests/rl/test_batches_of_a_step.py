@@ -168,7 +168,7 @@ def test_a_run_with_all_of_it_resumes_bitwise(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_long_rollouts_lose_what_the_paper_says_and_reports_keep_the_reward_of_the_task() -> None:
+def test_long_rollouts_lose_as_in_the_paper_and_reports_keep_the_reward_of_the_task() -> None:
     longest, buffer = SAMPLING.max_tokens, 6
     loop = scripted_loop(
         overlong_buffer=buffer,

@@ -119,7 +119,7 @@ def fail_on_sample_1(rollout: Rollout) -> float:
 
 
 @pytest.mark.parametrize("max_batch", [1, 8])
-def test_a_reward_that_raises_costs_its_rollout_alone(max_batch: int) -> None:
+def test_a_reward_that_raises_costs_only_its_rollout(max_batch: int) -> None:
     seen: list[Rollout] = []
     collected = run(task=Fake(reward=fail_on_sample_1), max_batch=max_batch, on_finished=seen.append)
     assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [[0, 2]] * 3
@@ -140,7 +140,7 @@ NO_NUMBERS = [
 
 
 @pytest.mark.parametrize("reward", NO_NUMBERS, ids=lambda value: type(value).__name__)
-def test_what_is_no_finite_number_counts_as_raising(reward: object) -> None:
+def test_a_reward_that_is_not_finite_counts_as_raising(reward: object) -> None:
     collected = run(task=Fake(reward=lambda rollout: reward))
     assert (collected.num_reward_errors, collected.num_rollouts) == (9, 0)
     assert [group.rollouts for group in collected.groups] == [(), (), ()]
@@ -163,13 +163,13 @@ def test_any_kind_of_number_is_a_reward(reward: object) -> None:
 
 
 @pytest.mark.parametrize("max_batch", [1, 8])
-def test_a_reward_of_none_leaves_its_rollout_out_and_is_no_error(max_batch: int) -> None:
+def test_a_reward_of_none_skips_its_rollout_without_an_error(max_batch: int) -> None:
     collected = run(task=Fake(reward=lambda rollout: None if rollout.sample == 1 else 1.0), max_batch=max_batch)
     assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [[0, 2]] * 3
     assert (collected.num_unscored, collected.num_reward_errors, collected.num_rollouts) == (3, 0, 6)
 
 
-def test_numbers_beside_a_reward_are_kept_by_name_in_the_order_of_prompts_and_samples() -> None:
+def test_numbers_returned_with_a_reward_are_kept_by_name_in_order() -> None:
     def reward(rollout: Rollout) -> dict[str, float | None]:
         return {"reward": 1.0, "sample": rollout.sample, "even": None if rollout.sample % 2 else 7}
 
@@ -206,7 +206,7 @@ def test_a_group_is_rewarded_once_when_its_last_rollout_has_ended_without_the_em
     assert collected.num_empty == 3
 
 
-def test_a_group_of_wrong_rewards_is_left_out_as_a_whole_and_one_wrong_reward_alone() -> None:
+def test_a_group_of_wrong_rewards_is_skipped_whole_and_one_wrong_reward_singly() -> None:
     class Short(Ranking):
         def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
             return [1.0] if prompt.prompt_id == "a" else [1.0, ValueError("no"), None]

@@ -54,7 +54,7 @@ def test_a_step_is_that_of_flat_sequences_and_needs_no_reward(temperature: float
 
 
 @pytest.mark.parametrize("objective", ["grpo", "gspo"])
-def test_a_divergence_beside_a_policy_loss_is_the_same_in_both_layouts(objective: str) -> None:
+def test_a_divergence_next_to_a_policy_loss_is_the_same_in_both_layouts(objective: str) -> None:
     gradients = []
     for layout in ("tree", "packed"):
         how = DistillOptions(divergence="jsd", top_k=5, weight=0.5)

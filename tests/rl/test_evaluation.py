@@ -69,7 +69,7 @@ def test_a_rollout_whose_reward_raises_does_not_pass_and_is_counted() -> None:
         EvalOptions(sampling=Sampling(max_tokens=1), num_samples=0)
 
 
-def test_evaluation_has_noise_of_its_own() -> None:
+def test_evaluation_has_its_own_noise() -> None:
     model, task, seen = build(), TinyTask(1), []
     task.reward = lambda prompt, rollout: float(len(seen.append(rollout.tokens.tolist()) or []))  # type: ignore[method-assign,func-returns-value]
     options = EvalOptions(sampling=Sampling(max_tokens=8), num_samples=8)

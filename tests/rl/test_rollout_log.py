@@ -40,7 +40,7 @@ def test_a_trajectory_is_prompt_and_rollout_with_what_is_known() -> None:
     assert [(t.task_id, t.trial, t.reward) for t in rest] == [(4, 0, 0.0), (4, 1, 1.0)]
 
 
-def test_advantages_stand_beside_their_rollouts() -> None:
+def test_advantages_are_logged_with_their_rollouts() -> None:
     advantages = [np.array([0.5]), np.zeros(0), np.array([-1.0, 1.0])]
     trajectories = as_trajectories(GROUPS, epoch=0, step=1, advantages=advantages)
     assert [t.advantage for t in trajectories] == [0.5, -1.0, 1.0]
@@ -85,7 +85,7 @@ def test_a_line_that_a_kill_left_half_written_is_cut_off(tmp_path: Path) -> None
     assert steps_in(tmp_path)["epoch-001.jsonl"] == [3]
 
 
-def test_a_new_run_refuses_the_rollouts_of_another_and_leaves_them_alone(tmp_path: Path) -> None:
+def test_a_new_run_refuses_the_rollouts_of_another_and_keeps_them(tmp_path: Path) -> None:
     written(tmp_path)
     before = steps_in(tmp_path)
     with pytest.raises(StateError, match=r"epoch-000.jsonl; choose another run folder"):

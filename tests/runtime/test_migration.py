@@ -131,7 +131,7 @@ def test_a_tail_goes_to_the_worker_that_runs_more() -> None:
 
 
 @pytest.mark.parametrize("so_far", [{2: 3}, {1: 3, 2: 3, 4: 1, 5: 1}, {2: 3, 4: 1, 5: 1, 6: 1, 7: 1}])
-def test_a_tail_stays_without_a_fuller_worker_or_a_free_slot_and_a_long_rest_is_no_tail(so_far) -> None:
+def test_a_tail_stays_without_a_fuller_worker_or_a_free_slot_and_a_long_rest_is_not_a_tail(so_far) -> None:
     run = step_run("consolidate")
     assert choose_move(run, PRICES, under_way(run, so_far), 0) is None
 

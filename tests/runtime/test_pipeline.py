@@ -82,7 +82,7 @@ def synchronous() -> Result:
     return run(sampling_loop(build_float64("llama")), 5)
 
 
-def test_a_step_tells_its_finished_rollouts() -> None:
+def test_a_step_reports_its_finished_rollouts() -> None:
     calls: list[tuple[str, int, int]] = []
     with pipeline(num_steps=1) as loop:
         loop.on_progress = lambda *call: calls.append(call)

@@ -111,7 +111,7 @@ def test_log_probs_have_the_bytes_of_tokens_that_are_parts_of_a_character() -> N
     assert answer["choices"][0]["logprobs"]["tokens"] == expected
 
 
-def test_a_chat_of_no_session_is_rendered_anew(server: Server, engine: Says) -> None:
+def test_a_chat_without_a_session_is_rendered_again(server: Server, engine: Says) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     ask(server, CHAT, {"messages": messages})
     assert engine.contexts == [ChatTokens(BYTES_FOLDER).prompt(_records(messages), ()).tolist()]
@@ -134,7 +134,7 @@ def _records(messages: list[Any]) -> Any:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image"),
     ],
 )
-def test_what_is_no_chat_is_refused_by_name(server: Server, body: dict[str, Any], words: str) -> None:
+def test_an_invalid_chat_is_refused_by_name(server: Server, body: dict[str, Any], words: str) -> None:
     status, answer = ask(server, CHAT, body)
     assert status == 400
     assert words in answer["error"]["message"]

@@ -129,7 +129,7 @@ def test_an_episode_that_samples_a_context_again_gets_another_answer_and_episode
     assert len({tuple(tokens) for tokens in taken[0]}) == 3
 
 
-def test_temperature_zero_takes_the_likeliest_token_and_tells_its_probability(server: Server) -> None:
+def test_temperature_zero_takes_the_likeliest_token_and_returns_its_probability(server: Server) -> None:
     (choice,) = generate(server, [3, 5, 7], temperature=0)
     assert ids([choice]) == ids(generate(server, [3, 5, 7], temperature=0))
     (rollout,) = make_engine().generate(
@@ -222,12 +222,12 @@ def test_text_goes_in_and_out_and_ends_before_its_stop(server: Server) -> None:
     assert {each["finish_reason"] for each in stopped.values()} == {"stop"}
 
 
-def test_a_text_that_is_no_unicode_is_refused(server: Server) -> None:
+def test_a_text_that_is_not_unicode_is_refused(server: Server) -> None:
     status, answer = ask(server, "/v1/completions", {"prompt": "a\ud83d"})
     assert (status, "prompt must be valid Unicode" in answer["error"]["message"]) == (400, True)
 
 
-def test_a_server_says_what_it_serves_and_that_it_lives(server: Server) -> None:
+def test_a_server_reports_its_model_and_its_health(server: Server) -> None:
     with urllib.request.urlopen(server.url + "/v1/models", timeout=60) as response:
         (card,) = json.load(response)["data"]
     assert (card["id"], card["max_model_len"]) == ("tiny", NUM_POSITIONS)

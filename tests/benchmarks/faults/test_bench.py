@@ -49,7 +49,7 @@ def ended(code: int = 0, stderr: str = "", **changes: bool) -> Ended:
         ({}, ended(is_left=True), "failure", "processes were left behind"),
     ],
 )  # fmt: skip
-def test_what_is_lost_is_a_failure_unless_it_is_told(
+def test_lost_data_is_a_failure_unless_it_is_reported(
     tmp_path: Path, run: dict[str, Any], end: Ended, ending: str, words: str
 ) -> None:
     task = Task(config=tmp_path, whole=finished(tmp_path / "whole"), half=tmp_path, num_steps=2)

@@ -9,7 +9,7 @@ from benchmarks.tree.cases import star
 from treering.errors import InputError
 
 
-def test_a_case_is_measured_beside_every_baseline() -> None:
+def test_a_case_is_measured_against_every_baseline() -> None:
     report = measure([star(prompt=9, response=4, group=3)], only=["star"], num_runs=1)
     (case,) = json.loads(json.dumps(report))["cases"]
     assert (case["flat_tokens"], case["unique_tokens"]) == (39, 21)

@@ -20,7 +20,7 @@ NUM_PROMPTS = 8
 
 
 def lines_of(epoch: int) -> list[Line]:
-    """Return log lines: prompt p has two rollouts of its own 10 + 10 p tokens; epoch 2 has new ones."""
+    """Return log lines: prompt p has two rollouts of 10 + 10 p tokens that no other has; epoch 2 has new ones."""
     shift = 10_000 if epoch == 2 else 0
     return [
         Line(

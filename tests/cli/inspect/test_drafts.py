@@ -85,7 +85,7 @@ def test_prompts_with_one_rollout_have_nothing_to_draft_from(
     assert "There is nothing to draft from: no prompt has an earlier rollout." in capsys.readouterr().out
 
 
-def test_a_sample_is_whole_prompts_and_says_so(
+def test_a_sample_is_whole_prompts_and_is_reported(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = as_json(capsys, folder, max_rollouts=12)
@@ -104,7 +104,7 @@ def test_settings_are_those_of_the_run(folder: Path) -> None:
     assert drafter_settings(written)["sources"] == SOURCES, "a replay says what drafts would have done"
 
 
-def test_what_cannot_be_read_of_a_run_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_files_of_a_run_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = as_json(capsys, folder)
     (folder / "config.json").write_text("{", encoding="utf-8")
     with (folder / "metrics.jsonl").open("a") as log:
@@ -116,7 +116,7 @@ def test_what_cannot_be_read_of_a_run_is_said(folder: Path, capsys: pytest.Captu
     assert "metrics.jsonl has 1 line that cannot be read" in err
 
 
-def test_an_epoch_without_sampled_tokens_is_no_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_epoch_without_sampled_tokens_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [Line(task="a", response=(1, 2, 3, 4)), Line(task="a", epoch=1, response=(1,), mask=(False,))]
     write_trajectories(tmp_path / "set.jsonl", trajectories(lines))
     assert [epoch["epoch"] for epoch in as_json(capsys, tmp_path / "set.jsonl")["epochs"]] == [0]

@@ -82,7 +82,7 @@ def test_the_shared_prefix_is_what_another_of_the_task_begins_with(chats, real_d
     assert "\u27e8" not in as_text(alone, has_colours=True).plain
 
 
-def test_special_tokens_are_seen_and_told_from_the_same_text(chats, real_data):
+def test_special_tokens_are_distinguished_from_the_same_text(chats, real_data):
     tokenizer = real_data / "tokenizer"
     [*_, one] = shown_trajectories(dataset_in(chats, tokenizer), tokenizer)
     assert {span.text for span in one.spans if span.special} >= {"<|im_start|>", "<|im_end|>"}

@@ -29,7 +29,7 @@ def report_of(*rows):
 PROMPT = list(range(80))
 
 
-def test_much_to_gain_is_said_with_the_share_and_what_prompts_alone_would_give(tmp_path):
+def test_a_large_gain_is_reported_with_the_share_and_the_gain_from_prompts(tmp_path):
     # 80 of 200 tokens are computed once instead of twice; 10 of them are the prompt.
     report = report_of(rendered("a", [*PROMPT, *[1] * 20], 10, 0), rendered("a", [*PROMPT, *[2] * 20], 10, 1))
     words = verdict(report, "qwen3-8b")

@@ -68,7 +68,7 @@ def test_a_run_trains_writes_metrics_and_a_model_that_hugging_face_loads(folder:
     assert page["runs"][0]["facts"]["table"]["parameters"] == f"{summary['num_parameters']:,}"
 
 
-def test_a_running_step_is_told_on_stderr_and_changes_no_weight(
+def test_a_running_step_is_reported_on_stderr_and_changes_no_weight(
     folder: Path, sft: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, silent = sft(config(folder), "run.dir=plain")
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_named_to_the_user(folder: Path, sft: Call) -> N
     assert again["last_loss"] == summary["last_loss"]
 
 
-def test_files_are_looked_up_beside_the_configuration_then_here_then_in_the_data_folder(
+def test_files_are_looked_up_next_to_the_configuration_then_here_then_in_the_data_folder(
     folder: Path, sft: Call
 ) -> None:
     path = config(folder, 'files = ["set.jsonl"]')
@@ -283,7 +283,7 @@ def test_the_number_of_trees_is_that_of_the_first_start(folder, sft):
     assert json.loads((folder / "new" / "config.json").read_text())["train"]["trees_per_step"] == 1
 
 
-def test_a_resumed_run_says_which_of_its_files_has_changed(folder: Path, sft: Call) -> None:
+def test_a_resumed_run_names_the_file_that_changed(folder: Path, sft: Call) -> None:
     path = config(folder, 'files = ["a.jsonl", "b.jsonl"]')
     write_set(folder / "a.jsonl", [1, 2], [1, 4])
     write_set(folder / "b.jsonl", [1, 2], [1, 3])

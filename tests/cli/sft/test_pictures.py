@@ -119,7 +119,7 @@ def test_a_frozen_vision_part_stays_and_the_rest_is_trained(losses, model):
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_a_checkpoint_is_evaluated_as_its_run_evaluates_it_and_loads_as_its_card_says(losses, folder, capsys, rank):
+def test_a_checkpoint_is_evaluated_like_its_run_and_loads_as_its_card_shows(losses, folder, capsys, rank):
     if rank:
         pytest.importorskip("peft")
     write_rows(folder, "held.jsonl", range(3, 5))

@@ -110,7 +110,7 @@ def constant(prompt: Prompt, text: str) -> float:
     return 0.0
 
 
-def test_a_run_in_which_no_group_has_two_rewards_says_so_early_and_at_its_end(folder: Path, train: Call) -> None:
+def test_a_run_whose_groups_have_equal_rewards_warns_early_and_at_its_end(folder: Path, train: Call) -> None:
     path = prompts(folder, "tests_rewards:constant")
     _, err = train(path, "run.dir=out", "rl.num_steps=12")
     said = [line for line in err.splitlines() if "no group of" in line]
@@ -184,7 +184,7 @@ def remove(path: Path) -> None:
     path.rmdir() if path.is_dir() else path.unlink()
 
 
-def test_rewards_that_raise_are_counted_and_told(folder: Path, train: Call) -> None:
+def test_rewards_that_raise_are_counted_and_reported(folder: Path, train: Call) -> None:
     path = prompts(folder, "tests_rewards:broken_at_times")
     summary, err = train(path, "run.dir=out", "rl.num_steps=2", "rl.group_size=8")
     total = summary["total"]
@@ -204,7 +204,7 @@ def rank(prompts, completions, **columns):
 """
 
 
-def test_rewards_beside_the_configuration_and_in_the_shells_folder_are_the_same_in_workers(
+def test_rewards_next_to_the_configuration_and_in_the_shells_folder_are_the_same_in_workers(
     folder: Path, train: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -245,7 +245,7 @@ def test_a_run_whose_every_reward_abstains_ends_with_an_error(folder: Path) -> N
         )
 
 
-def test_prompts_that_are_left_out_are_told(folder: Path, train: Call) -> None:
+def test_skipped_prompts_are_reported(folder: Path, train: Call) -> None:
     path = prompts(folder)
     (folder / "p.jsonl").write_text('{"prompt": "q"}\n{"prompt": "q q q"}\n{"prompt": "q"}\n{"prompt": "no"}\n')
     summary, err = train(path, "run.dir=out", "task.max_prompt_tokens=2")
@@ -294,7 +294,7 @@ def test_the_gsm8k_example_runs_on_real_prompts(
     assert (summary["num_prompts"], summary["total"]["num_rollouts"]) == (2, 8)
 
 
-def test_the_run_says_where_its_rollouts_stop(folder: Path, train: Call) -> None:
+def test_the_run_reports_where_its_rollouts_stop(folder: Path, train: Call) -> None:
     steps = "rl.num_steps=1"
     _, err = train(prompts(folder), "run.dir=out", steps, 'task.stop_tokens=["yes", 8]')
     assert "rollouts stop at <|im_end|> (3, tokenizer), yes (6, task.stop_tokens), 1 (8, task.stop_tokens)" in err

@@ -79,7 +79,7 @@ def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, trai
     check_timeline(read_timeline(folder / "out"), num_steps=4)
 
 
-def test_a_run_says_what_it_has_measured(folder: Path, train: Call) -> None:
+def test_a_run_reports_its_measurements(folder: Path, train: Call) -> None:
     # Every other step has six rollouts, four at a time, so passes have four rows and two. A latency needs 16 passes of
     # each size that nothing slowed down much, and a busy machine slows some. Drafts would reduce the number of passes.
     overrides = ("runtime.workers=1", "engine.max_batch=4", "rl.num_steps=16", "history.drafts=off")

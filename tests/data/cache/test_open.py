@@ -123,7 +123,7 @@ def chats(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("template", ["plain", "hf"])
-def test_chats_and_what_is_said_of_them_are_the_same_out_of_the_cache(
+def test_chats_and_their_notes_are_the_same_out_of_the_cache(
     chats: Path, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     monkeypatch.setattr(build_module, "PART_SIZE", 1)
@@ -324,7 +324,7 @@ def test_a_copy_under_another_name_shares_the_cache_and_is_called_by_its_own(
     assert built == [file]
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_keeps_nothing_and_is_reported(tmp_path: Path) -> None:
     file = tokens(tmp_path)
     (tmp_path / "taken").write_text("a file")
     with pytest.warns(DataWarning, match="keeps no cache of it"):
@@ -363,7 +363,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_not_kept(
     assert open_dataset(file, Renderer(tokenizer=None), folder=folder).row(0).tokens.tolist() == [1, 2]
 
 
-def test_without_room_for_temporary_files_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_room_for_temporary_files_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, tokens=np.array([1, 2], np.int32))])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(StateError, match=r"cannot be written \(No such file or directory\).*TMPDIR"):
@@ -381,7 +381,7 @@ def test_errors_are_those_of_reading_and_leave_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_is_noted_is_said_before_a_refusal_of_rendering_and_not_beside_one_of_reading(tmp_path: Path) -> None:
+def test_notes_come_before_a_refusal_of_rendering_and_not_with_one_of_reading(tmp_path: Path) -> None:
     file = tmp_path / "set.jsonl"
     unnamed = '{"prompt": "a", "completion": "b"}\n'
     file.write_text(unnamed)

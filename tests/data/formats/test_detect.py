@@ -10,7 +10,7 @@ from treering.errors import InputError
 TALK = [QUESTION, ANSWER]
 
 
-def test_each_format_is_found_by_its_keys_also_beside_empty_columns():
+def test_each_format_is_found_by_its_keys_even_with_empty_columns():
     assert {"auto", *RECORDS} == set(get_args(FormatName))
     empty = {"chosen": None, "rejected": None, "conversations": [], "attempts": None}
     assert {name: detect({**empty, **record}) for name, record in RECORDS.items()} == {name: name for name in RECORDS}
@@ -71,13 +71,13 @@ def test_what_an_adapter_returns_is_read_in_the_place_of_its_record(tmp_path):
         ({"conversations": []}, "it looks most like sharegpt, and conversations is missing or empty"),
     ],
 )
-def test_a_record_of_no_format_says_what_it_has_and_what_is_missing(tmp_path, record, message):
+def test_the_error_for_an_unknown_format_lists_the_keys_and_what_is_missing(tmp_path, record, message):
     with pytest.raises(InputError, match=rf"set\.jsonl:1: .*{message}"):
         read(tmp_path, record)
 
 
 @pytest.mark.parametrize("key", ["response", "completion"])
 @pytest.mark.parametrize("value", [{"text": "x"}, [ANSWER], "x"])
-def test_an_answer_beside_messages_is_not_dropped(tmp_path, key, value):
+def test_an_answer_next_to_messages_is_not_dropped(tmp_path, key, value):
     with pytest.raises(InputError, match=f"{key} stands beside messages, and only one of them would be trained"):
         read(tmp_path, {"messages": TALK, "prompt": [QUESTION], key: value})

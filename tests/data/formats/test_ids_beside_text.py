@@ -24,7 +24,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("names", NAMES)
-def test_the_sampled_ids_are_trained_and_not_the_text_beside_them(tmp_path, name, names):
+def test_the_sampled_ids_are_trained_and_not_the_text_with_them(tmp_path, name, names):
     ids = dict(zip(names, ([5, 6], [7, 8]), strict=True))
     (one,), said = read(tmp_path, TEXTS[name] | ids | {"completion_logprobs": [-0.5, -0.25], "reward": 0.5})
     assert (one.messages, one.tokens.tolist(), one.loss_mask.tolist()) == (None, [5, 6, 7, 8], [0, 0, 1, 1])
@@ -33,7 +33,7 @@ def test_the_sampled_ids_are_trained_and_not_the_text_beside_them(tmp_path, name
     assert any(IDS_USED in sentence for sentence in said)
 
 
-def test_a_mask_beside_the_ids_says_which_of_several_turns_are_trained(tmp_path):
+def test_a_mask_of_the_ids_decides_which_of_several_turns_are_trained(tmp_path):
     record = {"prompt": [QUESTION], "completion": [ANSWER, {"role": "tool", "content": "x"}, ANSWER], "task_id": 1}
     ids = {"prompt_token_ids": [5], "completion_token_ids": [6, 7, 8]}
     (one,), _ = read(tmp_path, record | ids | {"completion_mask": [1, 0, 1]})

@@ -54,7 +54,7 @@ def test_answers_in_the_input_are_context_and_instructions_the_system_message(tm
     assert turns(one)[0] == ("system", "Be brief.", False)
 
 
-def test_an_empty_message_at_the_end_is_no_turn_and_a_rollout_without_output_is_left_out(tmp_path):
+def test_an_empty_last_message_is_not_a_turn_and_a_rollout_without_output_is_skipped(tmp_path):
     found, notes = read(tmp_path, rollout(said("x"), said("")), rollout(said("")))
     assert [turns(one)[-1][1] for one in found] == ["x"]
     assert "nothing was sampled, so these are left out (1 of 2 records)" in notes

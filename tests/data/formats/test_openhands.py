@@ -47,7 +47,7 @@ def test_calls_of_one_response_are_one_message(tmp_path):
     assert [call.id for call in one.messages[1].tool_calls] == ["c1", "c2"]
 
 
-def test_without_the_models_words_the_arguments_of_the_events_are_the_call_and_that_is_said(tmp_path):
+def test_without_the_models_text_the_arguments_of_the_events_are_the_call_and_a_note_is_made(tmp_path):
     bare = {"id": 0, "source": "agent", "action": "run", "args": {"command": "ls", "thought": "Look.", "hidden": False}}
     seen = {"id": 1, "source": "agent", "observation": "run", "content": "a.py", "cause": 0}
     [one], notes = read(tmp_path, run([bare, seen], instruction="Fix a.py"))

@@ -37,7 +37,7 @@ def test_calls_and_observations_are_calls_and_tool_messages_and_tools_arrive_nes
     assert one.tools == ({"type": "function", "function": TOOL},)
 
 
-def test_several_calls_are_one_message_and_a_call_in_words_of_its_own_stays_text(tmp_path):
+def test_several_calls_are_one_message_and_a_call_in_free_text_stays_text(tmp_path):
     words = "<function=track>\n<parameter=id>17</parameter>\n</function>"
     calls = json.dumps([{"name": "a", "arguments": "{}"}, {"name": "b", "arguments": "{}"}])
     [several], _ = read(tmp_path, {"conversations": [TALK[0], {"from": "function_call", "value": calls}]})

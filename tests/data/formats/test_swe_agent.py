@@ -36,7 +36,7 @@ def test_a_traj_file_is_one_json_document_over_many_lines(tmp_path):
     assert (one.task_id, len(one.messages)) == ("django-1", 3)
 
 
-def test_an_action_that_no_text_says_is_added_and_said(tmp_path):
+def test_an_action_that_is_missing_from_the_text_is_added_and_reported(tmp_path):
     [one], notes = read(tmp_path, run(SYSTEM, TASK, {**LOOK, "content": "Look."}, instance_id="i"))
     assert turns(one)[2][1] == "Look.\n```\nls\n```"
     assert [note.split(",")[0] for note in notes] == [

@@ -77,7 +77,7 @@ def test_a_folder_of_parquet_files_is_one_set(arrow, tmp_path, digest):
         assert ids(tmp_path) == [1, 2, 3]
 
 
-def test_keys_that_a_table_adds_to_an_object_are_absent_again_and_that_is_said(arrow, tmp_path):
+def test_keys_that_a_table_adds_to_an_object_are_removed_and_reported(arrow, tmp_path):
     def calling(**arguments):
         call = {"name": "f", "arguments": arguments}
         return {"task_id": 1, "messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]}

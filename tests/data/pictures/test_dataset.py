@@ -161,7 +161,7 @@ def test_a_model_of_text_reads_placeholders_as_other_tokens(qwen_dir, tmp_path):
     assert token in open_dataset(path, Renderer(tokenizer=folder), folder=None).tokens(0)
 
 
-def test_a_video_beside_an_image_is_refused(qwen_dir, tmp_path):
+def test_a_video_with_an_image_is_refused(qwen_dir, tmp_path):
     path = tmp_path / "set.jsonl"
     path.write_text(json.dumps(line("a", as_uri(RED), text="<|video_pad|>")) + "\n")
     with pytest.raises(InputError, match=r"set.jsonl:1: <\|video_pad\|> stands for an image, video or sound"):

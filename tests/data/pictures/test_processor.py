@@ -98,7 +98,7 @@ def test_ids_and_values_are_those_of_the_processor(request, family):
     )
 
 
-def test_a_text_that_holds_the_placeholder_is_refused_beside_a_picture(qwen_dir):
+def test_a_text_that_holds_the_placeholder_is_refused_with_an_image(qwen_dir):
     talk = (asked("the <|image_pad|>", (0, CONTENTS[0])), Message(role="assistant", content="agent"))
     with pytest.raises(InputError, match=r"has 1 pictures and 2 of them"):
         Renderer(tokenizer=qwen_dir).render([Trajectory(task_id=1, messages=talk)])

@@ -173,7 +173,7 @@ def test_ends_inside_strings_end_no_call() -> None:
     assert read(FORMS["Gemma 4"], gemma) == ("", [("track", inside)])
 
 
-def test_the_schema_says_what_a_text_is_and_without_one_it_is_json_or_python() -> None:
+def test_the_schema_decides_the_type_of_a_text_and_without_one_it_is_json_or_python() -> None:
     def value(key: str, text: str) -> Any:
         [(_, found)] = read(
             FORMS["GLM"], f"<tool_call>track<arg_key>{key}</arg_key><arg_value>{text}</arg_value></tool_call>"

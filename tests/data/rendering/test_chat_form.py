@@ -54,7 +54,7 @@ def test_raw_text_and_token_ids_need_neither_template_nor_markers(markerless_dir
         (True, "plain", "in the plain form$"),
     ],
 )
-def test_the_form_is_said_once_a_chat_was_rendered(tokenizer_dir, tmp_path, has_template, template, words):
+def test_the_form_is_reported_once_a_chat_was_rendered(tokenizer_dir, tmp_path, has_template, template, words):
     folder = with_template(tokenizer_dir, tmp_path, OTHER if has_template else None)
     renderer = Renderer(tokenizer=folder, template=template)
     renderer.render([IDS, RAW])

@@ -90,7 +90,7 @@ def test_adjacent_raw_turns_end_separately_and_empty_ones_not_at_all(markerless_
     assert decoded == ["1+2\n", "1+2\n3"]
 
 
-def test_a_turn_in_which_no_token_starts_is_no_turn(tokenizer_dir):
+def test_a_turn_in_which_no_token_starts_does_not_count(tokenizer_dir):
     messages = (message("user", "t"), message("assistant", "he"), message("assistant", "12"))
     [rendered] = render([chat(*messages, format="raw")], tokenizer_dir)
     assert load(tokenizer_dir).decode(rendered.tokens[:1].tolist()) == "the"

@@ -143,7 +143,7 @@ def test_tools_reach_the_template_and_one_that_drops_them_is_refused(tokenizer_d
         shown(tokenizer_dir, *chat, tools=(tool,))
 
 
-def test_the_plain_form_says_that_it_leaves_tools_out(tokenizer_dir):
+def test_the_plain_form_reports_that_it_skips_tools(tokenizer_dir):
     chat = Trajectory(task_id=1, messages=CONVERSATION, tools=({"name": "track"},))
     with pytest.warns(DataWarning, match="leave tools out"):
         render([chat], tokenizer_dir, "plain")

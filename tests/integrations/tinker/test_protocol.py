@@ -141,7 +141,7 @@ def test_prompt_log_probs_of_tokens_targets_and_the_likeliest(service: tinker.Se
     assert len(sampler.compute_logprobs(full).result()) == NUM_POSITIONS
 
 
-def test_a_state_with_optimizer_goes_on_bitwise_and_one_without_begins_anew(service: tinker.ServiceClient) -> None:
+def test_a_state_with_optimizer_resumes_bitwise_and_one_without_starts_fresh(service: tinker.ServiceClient) -> None:
     trained = service.create_lora_training_client(base_model=NAME, rank=4, seed=2).result()
 
     def step(model: Any) -> float:
@@ -188,7 +188,7 @@ def test_named_sampler_weights_stay_while_training_goes_on(service: tinker.Servi
         assert (after.logprobs == before.logprobs) == (sampler is not newest)
 
 
-def test_a_client_with_a_loss_of_its_own_gets_its_gradients(service: tinker.ServiceClient) -> None:
+def test_a_client_with_its_own_loss_gets_its_gradients(service: tinker.ServiceClient) -> None:
     data = batch()
 
     def squares(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -219,7 +219,7 @@ def test_all_weights_are_trained_with_rank_0(service: tinker.ServiceClient, serv
     assert scored[-1] == pytest.approx(output["logprobs"].data[-1], rel=1e-6)
 
 
-def test_one_clients_steps_leave_anothers_tokens_bitwise_alone(server: tuple[str, TinkerRoutes]) -> None:
+def test_one_clients_steps_do_not_change_anothers_tokens(server: tuple[str, TinkerRoutes]) -> None:
     one, other = client(server[0]), client(server[0])
     mine = one.create_lora_training_client(base_model=NAME, rank=4, seed=5).result()
     theirs = other.create_lora_training_client(base_model=NAME, rank=8, seed=6).result()

@@ -131,7 +131,7 @@ def test_a_loss_of_the_user_keeps_its_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [runs.sft, runs.kto])
-def test_tasks_together_share_what_the_bound_says(make: object, tmp_path: Path) -> None:
+def test_tasks_together_share_as_much_as_the_bound(make: object, tmp_path: Path) -> None:
     epoch: dict[str, object] = {"num_train_epochs": 1, "max_steps": -1, "logging_steps": 100}
     if make is runs.kto:
         epoch |= {"loss_type": "apo_zero_unpaired", "train_sampling_strategy": "random"}

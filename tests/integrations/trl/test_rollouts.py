@@ -125,7 +125,7 @@ def test_drafts_change_no_token_and_no_weight(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
 
 
-def test_a_short_run_does_not_pay_for_compiling_the_drafter_and_says_so(
+def test_a_short_run_logs_that_it_does_not_compile_the_drafter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rollouts_file, "is_compiled", lambda _: False)

@@ -132,7 +132,7 @@ def test_a_later_turn_replaces_the_one_that_it_continues() -> None:
     assert rollouts_of(turns) == []
 
 
-def test_equal_rollouts_are_kept_and_the_next_batch_begins_anew_under_the_same_ids() -> None:
+def test_equal_rollouts_are_kept_and_the_next_batch_starts_again_under_the_same_ids() -> None:
     turns = JoinedTurns()
     turns.add([[5, 6], [5, 6], [4]], [[7], [7], [7]])
     first = rollouts_of(turns)

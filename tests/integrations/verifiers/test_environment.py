@@ -79,7 +79,7 @@ def test_a_chat_that_goes_on_is_one_branch_with_both_turns() -> None:
 
 
 @pytest.mark.parametrize(("mode", "sizes"), [("rerendered", [4] * 3), ("seats", [2] * 6)])
-def test_a_chat_rendered_anew_is_a_branch_a_turn_and_trained_seats_are_groups(mode: str, sizes: list[int]) -> None:
+def test_a_chat_rendered_again_is_a_branch_a_turn_and_trained_seats_are_groups(mode: str, sizes: list[int]) -> None:
     with environment_of(mode) as environment:
         found = collect(environment)
     assert not found.error_counts
@@ -167,7 +167,7 @@ def test_nothing_outlives_the_environment(tmp_path: Path) -> None:
     wait_for_the_end_of([worker, child])
 
 
-def test_what_the_worker_refuses_is_told_in_its_words() -> None:
+def test_refusals_of_the_worker_are_reported_verbatim() -> None:
     with pytest.raises(ConfigError, match=r"task\.env: no taskset 'x'"), environment_of("refuses"):
         pass
     own = VerifiersSettings(env="x", tokenizer="none", python="no/python")

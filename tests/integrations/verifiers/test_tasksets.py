@@ -72,7 +72,7 @@ def test_every_call_of_a_chat_is_trained_with_the_ids_that_were_sampled(
         check_same(rollouts_of(found), rollouts_of(collect(environment)))
 
 
-def test_seats_are_groups_of_their_own_and_the_judge_is_not_trained(
+def test_each_seat_is_a_group_and_the_judge_is_not_trained(
     python: str, tokenizer: Path, sessions: list[Session]
 ) -> None:
     with environment_of(python, tokenizer, "seats_taskset", max_tasks=2) as environment:

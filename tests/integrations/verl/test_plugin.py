@@ -30,7 +30,7 @@ print(json.dumps({
 needs_verl = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed: make verl-test")
 
 
-def test_only_the_vendor_of_its_own_opts_in() -> None:
+def test_only_its_own_vendor_opts_in() -> None:
     assert plugin.is_chosen({"VERL_ENGINE_VENDOR": "treering"})
     assert not plugin.is_chosen({})
     assert not plugin.is_chosen({"VERL_ENGINE_VENDOR": "nvidia"})

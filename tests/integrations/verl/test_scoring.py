@@ -26,7 +26,7 @@ def test_each_row_is_scored_as_alone_at_its_own_temperature() -> None:
     torch.testing.assert_close(scores.entropy, torch.cat([one for _, one in expected]), rtol=1e-9, atol=1e-9)
 
 
-def test_gradients_are_those_of_the_rows_trained_alone() -> None:
+def test_gradients_are_those_of_rows_trained_separately() -> None:
     model = build_float64("qwen3")
     weights = torch.randn(2, sum(map(len, ROWS)), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     scores = score_rows_once(model, Forest.from_sequences(ROWS), TEMPERATURES)

@@ -128,7 +128,7 @@ def test_a_runner_with_another_signature_is_left_alone_with_a_warning() -> None:
         assert not wrap_runner(object)
 
 
-def test_a_runner_is_wrapped_once_and_tells_only_this_drafter(proposer: Any) -> None:
+def test_a_runner_is_wrapped_once_and_reports_only_to_this_drafter(proposer: Any) -> None:
     class Runner:
         drafter: Any = None
 

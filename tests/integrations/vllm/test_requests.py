@@ -238,7 +238,7 @@ def test_rollouts_that_sleep_go_on_with_the_same_tokens(plain: Any, drafting: An
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_asynchronous_scheduling_is_turned_off_beside_drafts_or_refused(folder: Path, is_asked: bool) -> None:
+def test_asynchronous_scheduling_is_turned_off_with_drafts_or_refused(folder: Path, is_asked: bool) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from tests.integrations.vllm.in_process import drafts

@@ -124,7 +124,7 @@ def test_a_chat_goes_on_after_the_very_tokens_that_were_sampled(
     assert [len(group.rollouts) for group in collected.groups] == [8] * 4
 
 
-def test_a_turn_computes_its_new_tokens_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_computes_only_its_new_tokens(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything before the earlier turn's end is cached."""
     watched = Watched(monkeypatch)
     engine = engine_of(model)

@@ -51,7 +51,7 @@ def test_a_run_waits_while_no_call_is_open() -> None:
     assert turns.turns() == ((0, 0.5), (7, 2.0), (5, 0.25))
 
 
-def test_time_in_which_the_loop_never_paused_is_no_waiting() -> None:
+def test_time_in_which_the_loop_never_paused_does_not_count_as_waiting() -> None:
     clock = Clock()
     turns = clock.turn_clock()
     for _ in range(2):

@@ -52,7 +52,7 @@ def only(score: Score | Exception) -> float | None:
     return score.reward
 
 
-def test_a_file_is_looked_up_beside_the_configuration_then_in_the_shells_folder(tmp_path: Path) -> None:
+def test_a_file_is_looked_up_next_to_the_configuration_then_in_the_shells_folder(tmp_path: Path) -> None:
     conf, shell = tmp_path / "conf", tmp_path / "shell"
     write(shell / "a.py", "f = lambda prompt, text: 'shell'")
     write(shell / "b.py", "import beside\nf = lambda prompt, text: beside.WORD")
@@ -116,7 +116,7 @@ async def coroutine(prompt: Any, text: Any) -> None: ...
         (lambda *args: None, False, ()),
     ],
 )
-def test_a_signature_says_how_a_function_is_called(
+def test_a_signature_decides_how_a_function_is_called(
     function: Callable[..., object], takes_group: bool, columns: tuple[str, ...]
 ) -> None:
     bound = bind("f", function, ["prompt", "answer", "unit"])

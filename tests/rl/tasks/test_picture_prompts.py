@@ -49,7 +49,7 @@ def test_a_prompt_is_what_stands_before_an_answer(tmp_path: Path, folder: Path) 
     assert (own.start, own.picture.digest) == (expected.start, expected.picture.digest)
 
 
-def test_prompts_are_told_apart_by_what_they_show(tmp_path: Path, folder: Path) -> None:
+def test_prompts_with_different_images_are_distinguished(tmp_path: Path, folder: Path) -> None:
     task = read(tmp_path, folder, *({"prompt": asked(seed), "answer": "1"} for seed in (0, 1, 0)))
     first, second = task.prompts
     assert first.tokens.tolist() == second.tokens.tolist()

@@ -187,13 +187,13 @@ def test_a_response_ends_at_the_markers_that_the_tokenizer_has(file: Path, token
     assert (raw.stop_tokens, raw.stop_strings) == ((0,), ())
 
 
-def test_a_closing_stop_string_is_no_part_of_the_text(file: Path, markerless: Path) -> None:
+def test_a_closing_stop_string_is_not_part_of_the_text(file: Path, markerless: Path) -> None:
     task = PromptsFile(write(file, {"prompt": "a"}), tokenizer=markerless, reward=OWN, template="plain")
     ids = PromptsFile(write(file, {"prompt": "abc<|im_end|>"}), tokenizer=markerless, reward=OWN, template="raw")
     assert task.reward(task.prompts[0], rollout_of(ids.prompts[0].tokens)).reward == 3 + 1
 
 
-def test_a_folder_without_settings_ends_texts_at_the_chat_marker_alone(
+def test_a_folder_without_settings_ends_texts_only_at_the_chat_marker(
     file: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     (tmp_path / "bare").mkdir()

@@ -162,7 +162,7 @@ THOUGHTS = (
 
 @pytest.mark.parametrize(("begin", "end"), THOUGHTS)
 @pytest.mark.parametrize("name", NAMED_REWARDS)
-def test_ready_rewards_read_what_follows_the_thought_alone(name: str, begin: str, end: str) -> None:
+def test_ready_rewards_read_only_the_text_after_the_thought(name: str, begin: str, end: str) -> None:
     if name == "math_verify":
         pytest.importorskip("math_verify")
     reward, prompt = find_reward(name), prompt_of(answer="4")

@@ -158,7 +158,7 @@ def test_a_turn_ends_with_the_last_token_that_training_trains(tmp_path: Path, ki
     assert (last in renderer.turn_ends) == bool(expected)
 
 
-def test_asking_for_the_ends_of_turns_says_nothing_of_chats(llama: Path) -> None:
+def test_asking_for_the_ends_of_turns_logs_nothing_about_chats(llama: Path) -> None:
     renderer = Renderer(tokenizer=llama)
     assert renderer.turn_ends
     assert renderer.form_in_words is None
@@ -185,7 +185,7 @@ def test_a_prompt_of_text_begins_once_and_does_not_end_as_text_that_is_trained(t
     assert Renderer(tokenizer=folder).render([raw])[0].tokens.tolist() == [0, *body]
 
 
-def test_the_stop_token_is_no_part_of_the_rewarded_text(file: Path, llama: Path) -> None:
+def test_the_stop_token_is_not_part_of_the_rewarded_text(file: Path, llama: Path) -> None:
     tokens = TextTokens(llama)
     said = [*tokens.encode("4\n"), *tokens.encode("5")]
     stopping = PromptsFile(file, tokenizer=llama, reward="exact_answer", template="raw", stop_tokens=["5"])

@@ -66,7 +66,7 @@ def test_prompts_are_those_that_were_given_in_any_order_and_slice() -> None:
             stored[missing]
 
 
-def test_prompts_take_sixteen_bytes_each_beside_their_rows() -> None:
+def test_prompts_take_sixteen_bytes_each_besides_their_rows() -> None:
     rows = rows_of(2000)
     tracemalloc.start()
     try:
@@ -82,7 +82,7 @@ def test_prompts_take_sixteen_bytes_each_beside_their_rows() -> None:
     assert held < 2000 * 18 + 32_000
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with pytest.raises(StateError, match=r"cannot be written \(No such file or directory\).*TMPDIR"):
