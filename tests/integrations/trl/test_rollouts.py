@@ -252,7 +252,7 @@ def test_a_trainer_that_the_engine_cannot_serve_is_refused_by_name(
         HistoryRollouts()(PROMPTS[:1], trainer)
 
 
-def test_processes_of_ddp_sample_with_noise_of_their_own(tmp_path: Path) -> None:
+def test_each_process_of_ddp_samples_with_its_own_noise(tmp_path: Path) -> None:
     found = []
     for rank in (0, 1):
         trainer = trainer_of(tmp_path, None)
