@@ -1,4 +1,4 @@
-"""A replay drafts what a drafter drafts, and counts what the recording confirms of it."""
+"""A replay drafts like a Drafter and counts the drafts that the recording confirms."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ LOOKS = ("all", "history", "other_prompt", "own")
 
 
 def disjoint(task: int, epoch: int, **given: object) -> Line:
-    """40 tokens without a repetition, the same in every epoch, of each task its own."""
+    """Return 40 distinct tokens, the same in every epoch and different for each task."""
     return Line(task=str(task), epoch=epoch, response=tuple(range(100 * task, 100 * task + 40)), **given)  # type: ignore[arg-type]
 
 
 def by_hand(responses: list[tuple[int, ...]], **settings: object) -> list[Drafted]:
-    """One rollout an epoch, through the drafter's public names."""
+    """Draft one rollout per epoch through the drafter's public API."""
     store = HistoryStore()
     drafter = Drafter(store, sources=("history", "own"), **settings)  # type: ignore[arg-type]
     found = []
@@ -82,7 +82,7 @@ def test_what_returns_is_drafted_from_the_right_history_alone() -> None:
 
 
 def test_the_other_prompt_is_the_history_that_it_would_be_for_that_prompt() -> None:
-    # Each epoch the two prompts change places, so that the other's history is what returns.
+    # The two prompts swap responses in each epoch, so each prompt's tokens recur in the other's history.
     lines = [
         Line(task=str(task), epoch=epoch, response=disjoint((task + epoch) % 2, 0).response)
         for epoch in range(2)
@@ -99,7 +99,7 @@ def test_the_other_prompt_is_one_of_those_that_are_replayed() -> None:
         for epoch in range(2)
         for task in range(10)
     ]
-    # Two of ten prompts are left, and in the second epoch each says what the other one said.
+    # Two of ten prompts are sampled; in the second epoch each has the other's earlier response.
     lines[12], lines[17] = (
         Line(task="2", epoch=1, response=lines[7].response),
         Line(task="7", epoch=1, response=lines[2].response),
@@ -134,7 +134,7 @@ def test_a_drafter_sees_each_rollout_as_far_as_it_was_replayed(monkeypatch: pyte
                 seen.append(rollout)
             return super().propose(rows)
 
-    # Rows end at different times, first ones first, and few are left at the end.
+    # Rows end at different times, the first ones first, and few are left at the end.
     lines = [Line(task=str(task), response=tuple(range(100 * task, 100 * task + 3 + 5 * task))) for task in range(7)]
     recorded = recording(*lines)
     monkeypatch.setattr(module, "NUM_ROWS", 4)
@@ -157,7 +157,7 @@ def test_what_is_given_is_neither_emitted_nor_drafted_across(look: str) -> None:
     found = replay(recorded, look)  # type: ignore[arg-type]
     assert [drafted.num_tokens for drafted in found.values()] == [60, 60]
     if look == "history":
-        # A step at least for each of the two runs of both rollouts.
+        # Each of the two runs of both rollouts takes at least one step.
         assert 4 <= found[1].num_steps < 30
 
 

@@ -1,4 +1,4 @@
-"""The cost of a vision tower, against the weights of the model and pairs that are counted one by one."""
+"""The cost of a vision tower equals its weights and pairs counted one by one."""
 
 import json
 from itertools import product
@@ -12,7 +12,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 
 
 def matrices_of(model):
-    """Weights that patches are multiplied with, and those that tokens are, by their place in the model."""
+    """Return the number of weights applied to patches and to tokens, by their place in the model."""
     patches = tokens = 0
     for name, weight in model.model.named_parameters():
         if "language_model" in name or weight.dim() < 2 or "pos" in name:
@@ -25,7 +25,7 @@ def matrices_of(model):
 
 
 def num_pairs(model, one):
-    """Pairs of patches that see each other, times layers."""
+    """Count the pairs of patches that see each other, times layers."""
     vision = model.config.vision_config
     if one.grid is None:
         num = (vision.image_size // vision.patch_size) ** 2
@@ -44,7 +44,7 @@ def num_pairs(model, one):
 def test_flops_are_those_of_the_weights_and_the_pairs_of_patches(tmp_path, family):
     model = build(family)
     model.config.save_pretrained(tmp_path)
-    # A window of 4 x 4 patches divides this one.
+    # A window of 4 x 4 patches divides this image.
     one = picture(family, 0, wide=True)
     num_patches = len(one.values) if one.grid else 64 * len(one.values)
     patches, tokens = matrices_of(model)

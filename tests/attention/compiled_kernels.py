@@ -1,6 +1,6 @@
-"""Compiles the kernels for a Hopper GPU, which needs none: prints one JSON object per kernel and kind of head.
+"""Compile the kernels for a Hopper GPU without a GPU; print one JSON object per kernel and kind of head.
 
-Run as a process of its own, since the tests' process has the kernels in triton's interpreter:
+Runs in its own process, since the tests' process has the kernels in triton's interpreter:
 python -m tests.attention.compiled_kernels
 """
 

@@ -1,7 +1,7 @@
-"""Stands in for flash-attn-4 and its compiler: reads lists of blocks and runs masks as the kernels do, in plain torch.
+"""Emulate flash-attn-4 and its compiler in plain torch, with its lists of blocks and mask functions.
 
 Blocks in neither list are skipped, blocks of the second one have no mask, and rows and keys past the end are zeros that
-only the mask can hide. Arrays of the mask are indexed for whole blocks, so one that is too short is an IndexError.
+only the mask can hide. The mask's arrays are indexed for whole blocks, so one that is too short is an IndexError.
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 
 class BlockSparse(NamedTuple):
-    """The package's class, with what the backend names."""
+    """Stand-in for the package's class, with the fields that the backend names."""
 
     mask_block_cnt: Tensor
     mask_block_idx: Tensor
@@ -26,7 +26,7 @@ class BlockSparse(NamedTuple):
 
 
 class Lanes:
-    """Numbers of a mask function, as the compiler's vectors."""
+    """Numbers in a mask function, like the compiler's vectors."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers
@@ -46,7 +46,7 @@ class Lanes:
 
 
 class Block(NamedTuple):
-    """A listed pair of blocks: its query rows, its keys, and which pairs its mask lets through."""
+    """A listed pair of blocks: its query rows, its keys, and the pairs that its mask allows."""
 
     rows: slice
     keys: slice
@@ -56,7 +56,7 @@ class Block(NamedTuple):
 def listed(
     lists: BlockSparse, inputs: "Inputs", mask_mod: Callable[..., Lanes], aux: list[Tensor], *, by_key: bool
 ) -> Iterator[Block]:
-    """The pairs of blocks that a kernel visits, in its order; the package refuses more lists or places than blocks."""
+    """Yield the pairs of blocks that a kernel visits, in its order; check the package's limits on list sizes."""
     assert len(lists) == 5
     num_blocks = [side.shape[1] // size for side, size in zip(inputs[:2], lists.block_size, strict=True)]
     num_own, num_other = reversed(num_blocks) if by_key else num_blocks
@@ -77,7 +77,7 @@ def listed(
 
 
 class Inputs(NamedTuple):
-    """Queries, keys and values of all query heads, [heads, rows, D], with zeros to the ends of their last blocks."""
+    """Queries, keys and values of all query heads, [heads, rows, D], zero-padded to whole blocks."""
 
     query: Tensor
     key: Tensor
@@ -117,7 +117,7 @@ def forward(
     num_rows = query.shape[1]
     out = (total / weights[..., None])[:, :num_rows].transpose(0, 1)[None]
     lse = weights[None, :, :num_rows].log().contiguous()
-    # The package's is float32; here float64 for exact comparisons.
+    # The package returns float32; float64 is kept for exact comparisons.
     return out.to(query.dtype).contiguous(), lse if query.dtype == torch.float64 else lse.float()
 
 
@@ -155,7 +155,7 @@ def backward(
 
 
 def install(patch: pytest.MonkeyPatch, block_size: tuple[int, int] | None = None) -> None:
-    """Makes the `flash` backend run on this machine, in blocks of a size that a test can choose."""
+    """Make the `flash` backend run on this machine, in blocks of the given size."""
     names = ("cutlass", "flash_attn", "flash_attn.cute", "flash_attn.cute.block_sparsity", "flash_attn.cute.interface")
     made: dict[str, Any] = {name: ModuleType(name) for name in names}
     made["cutlass"].Int32 = "Int32"

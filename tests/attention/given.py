@@ -1,4 +1,4 @@
-"""What tests of attention share: layouts, random inputs, and comparisons with the reference."""
+"""Layouts, random inputs and comparisons with the reference, shared by the attention tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def random_inputs(
     dtype: torch.dtype = torch.float64,
     device: torch.device = CPU,
 ) -> Inputs:
-    """Queries, keys and values that need gradients."""
+    """Return queries, keys and values that require gradients."""
     generator = torch.Generator().manual_seed(num_tokens)
     shapes = [(1, count, num_tokens, size) for count in (heads[0], heads[1], heads[1])]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -37,7 +37,7 @@ def random_inputs(
 
 
 def results(run: Callable[..., Tensor], inputs: Inputs, sinks: Tensor | None, **options: Any) -> list[Tensor]:
-    """The output, and the gradients of inputs and sinks where the output needs them."""
+    """Return the output, and the gradients of inputs and sinks if the output requires them."""
     out = run(*inputs, sinks=sinks, **options)
     if not out.requires_grad:
         return [out]
@@ -49,7 +49,7 @@ def results(run: Callable[..., Tensor], inputs: Inputs, sinks: Tensor | None, **
 def assert_close(
     got: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12, dtype: torch.dtype = torch.float64
 ) -> None:
-    """In float64 only the order of sums differs: N terms of a relative 1.1e-16 each. `dtype` is that of `got`."""
+    """Compare tensors; in float64 only the order of sums differs, N terms of a relative 1.1e-16 each."""
     for mine, theirs in zip(got, wanted, strict=True):
         assert mine.dtype == dtype
         assert float((mine - theirs).norm()) <= tolerance * max(1.0, float(theirs.norm()))
@@ -58,7 +58,7 @@ def assert_close(
 def in_partitions(
     inputs: Inputs, tree: Forest, partitions: tuple[Partition, ...], backend: Backend, form: Form
 ) -> Tensor:
-    """The tree's outputs from partitions one by one; then all backward from the last, with `loss_of`."""
+    """Run a tree's partitions one by one and backward from the last with `loss_of`; return the outputs."""
     layouts: list[TreeLayout] = []
     device = inputs[0].device
     outs: list[tuple[Tensor, Tensor]] = []
@@ -84,7 +84,7 @@ def in_partitions(
 
 
 def loss_of(out: Tensor, rows: Tensor) -> Tensor:
-    """The sum of out * cos(index)."""
+    """Return the sum of out * cos(index)."""
     size = out.shape[1] * out.shape[3]
     weights = torch.cos(rows[:, None] * size + torch.arange(size, device=rows.device)).double()
     return (out[0].transpose(0, 1).reshape(-1, size) * weights).sum()
@@ -105,7 +105,7 @@ def assert_partitions_equal_the_tree(
     form: Form,
     tolerance: float = 1e-12,
 ) -> None:
-    """Outputs and gradients, against the reference in float64; where no input needs gradients, outputs alone."""
+    """Compare outputs and, if inputs require them, gradients with the float64 reference."""
     exact = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in inputs]
     layout = TreeLayout(tree, inputs[0].device)
     wanted = attend(*exact, layout=layout, form=form, backend="reference")
@@ -117,7 +117,7 @@ def assert_partitions_equal_the_tree(
 
 
 def assert_a_token_changes_only_its_descendants(run: Callable[[Inputs], Tensor], layout: TreeLayout) -> None:
-    """Bitwise, for some tokens, one at a time; `run` gets inputs of float32."""
+    """Change some tokens one at a time and compare bitwise; `run` gets float32 inputs."""
     forest = layout.forest
     inputs = [tensor.detach() for tensor in random_inputs(forest.num_tokens, size=8, dtype=torch.float32)]
     before, index = run(inputs), torch.arange(forest.num_tokens)

@@ -1,4 +1,4 @@
-"""Attention through gateways: calls cover each visible pair once; values and gradients equal the whole tree's."""
+"""Attention through gateways covers each visible pair once; values and gradients equal the whole tree's."""
 
 from collections.abc import Iterable
 
@@ -144,7 +144,7 @@ def test_a_partition_that_runs_before_its_parent_is_refused() -> None:
 
 
 def test_joined_keys_lie_in_memory_token_by_token_as_those_of_a_layer_do() -> None:
-    # Keys of a layer are projected by tokens, [1, N, G, D].
+    # A layer projects its keys by tokens, [1, N, G, D].
     above, own = (torch.randn(1, num_tokens, 2, 4).transpose(1, 2) for num_tokens in (3, 5))
     gateway = Gateway()
     gateway.export(0, KeysValues(above, above))

@@ -34,7 +34,7 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 
 
 class Attention(Protocol):
-    """An implementation; most tests pass only the inputs."""
+    """Signature of an implementation; most tests pass only the inputs."""
 
     def __call__(
         self,
@@ -50,7 +50,7 @@ class Attention(Protocol):
 def by_path(
     query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, form: Form = FORM, sinks: Tensor | None = None
 ) -> Tensor:
-    """The specification: each token's softmax over a window's worth of keys, found by walking up its parents."""
+    """Specify each token's softmax over at most a window of keys, found by walking up its parents."""
     forest = layout.forest
     rows = []
     for token in range(forest.num_tokens):
@@ -82,7 +82,7 @@ def backend(name: str) -> Attention:
 def plain(
     q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, form: Form = FORM, sinks: Tensor | None = None
 ) -> Tensor:
-    # Forward and backward use the kernel that the forward chose.
+    # Backward reuses the kernel that forward chose.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("treering.attention.segments.choose_kernel", lambda tensor, form: Plain(form.softcap))
         return segment_attention(q, k, v, layout=layout, form=form, sinks=sinks)
@@ -156,7 +156,7 @@ def test_a_token_changes_only_its_descendants_bitwise(name: str, shape: str) -> 
 
 
 def dense_in_its_own_dtype(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout) -> Tensor:
-    """Torch's own attention with a dense mask: what low precision costs without any tree."""
+    """Run torch's own attention with a dense mask, as a baseline of low-precision error without trees."""
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=layout.visible(), scale=SCALE, enable_gqa=True
     )
@@ -187,7 +187,7 @@ def test_autocast_rounds_nothing_inside_attention(name: str) -> None:
 
 
 def test_bfloat16_gradients_of_deep_paths_are_summed_wide() -> None:
-    """A query of 24 levels adds up 24 parts; in bfloat16 that would cost 1.5 times the error of one dense call."""
+    """Summing the 24 parts of a query in bfloat16 would give 1.5 times the error of one dense call."""
     layout = layout_of([[1] * 40 * depth + [2 + depth] * 40 for depth in range(1, 25)])
     low = [tensor.detach().bfloat16().requires_grad_() for tensor in random_inputs(layout.forest.num_tokens)]
     same = [tensor.detach().double().requires_grad_() for tensor in low]

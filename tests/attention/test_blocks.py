@@ -1,4 +1,4 @@
-"""Block pairs hold every visible pair of tokens, mark full blocks only, and are found without N x N work."""
+"""Block pairs cover every visible pair of tokens, mark only full blocks as full, and are found without N x N work."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def visible(ranges: QueryRanges, position: np.ndarray, window: int | None) -> np
 
 
 def assert_right(pairs: BlockPairs, seen: np.ndarray, query_size: int, key_size: int) -> int:
-    """Checks every block against the dense mask; returns how many empty ones are visited."""
+    """Check every block against the dense mask; return how many empty ones are visited."""
     flags = dict(
         zip(zip(pairs.query_block.tolist(), pairs.key_block.tolist(), strict=True), pairs.is_full, strict=True)
     )

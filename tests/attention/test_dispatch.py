@@ -1,4 +1,4 @@
-"""`auto` is `segments` on CPU, and on CUDA the fastest backend that has passed its self-check there."""
+"""`auto` is `segments` on CPU, and on CUDA the fastest backend that passed its self-check there."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -91,7 +91,7 @@ def test_a_trial_is_seconds_of_the_device_for_a_pass_of_several_over_16k_tokens(
 
 
 class OneMillisecondPerPass:
-    """A device that takes a millisecond for each pass."""
+    """Event of a device that takes a millisecond per pass."""
 
     passes: ClassVar[list[int]] = []
 

@@ -1,4 +1,4 @@
-"""Flash refuses what its kernels do not compute, by name, and what the kernels read is the mask of the forest."""
+"""Flash names what it refuses because its kernels lack it, and its tables encode the mask of the forest."""
 
 import ast
 import itertools

@@ -1,4 +1,4 @@
-"""Attention emulated block by block from what flash's kernels read, forward and backward, also in compiled layers."""
+"""Attention emulated block by block from flash's tables, forward and backward, also in compiled layers."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -69,7 +69,7 @@ def test_the_operations_tell_torch_their_shapes_strides_and_derivative(
 ) -> None:
     fake_flash.install(monkeypatch)
     tables = FlashTables.of(layout_of([[0] * 9, [0] * 4 + [1] * 3]), None, SMALL)
-    # Transposed: the package gives gradients the strides of its inputs.
+    # Transpose the inputs, because the package gives gradients the strides of its inputs.
     rows = [tensor.detach().bfloat16().transpose(1, 2).requires_grad_() for tensor in random_inputs(12)]
     leaf = None if sinks is None else sinks.float().requires_grad_()
     options: tuple[Any, ...] = (tables.ranges, tables.by_query, tables.by_key, list(SMALL), 0.3, 0.0)
@@ -94,7 +94,7 @@ def test_a_compiled_layer_holds_both_passes_in_one_graph(monkeypatch: pytest.Mon
         out, _ = flash_forward(query, key, key * 2, sinks, *lists, 0.3, 2.0)
         return torch.nn.functional.silu(out.flatten(2))
 
-    # Fullgraph: a break raises.
+    # With fullgraph, a graph break raises.
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     layout = layout_of(SHAPES["long segments"])
     hidden = torch.randn(1, layout.forest.num_tokens, 16, dtype=torch.float64, requires_grad=True)

@@ -1,6 +1,6 @@
-"""The package of the `flash` backend itself, without a device: its compiler accepts our masks, its kernels our lists.
+"""The real flash-attn-4 package, without a device: its compiler accepts our masks, its kernels our lists.
 
-Run by `make gpu-check`. The compiler works for Hopper from tensors that have shapes and no memory.
+Run by `make gpu-check`. The compiler targets Hopper and reads tensors that have shapes and no memory.
 """
 
 import ast

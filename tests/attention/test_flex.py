@@ -1,4 +1,4 @@
-"""FlexAttention on forests equals the reference; its block mask holds every visible pair and full blocks hide none."""
+"""FlexAttention on forests equals the reference; its block mask lists every visible pair, and full blocks hide none."""
 
 import shutil
 from typing import Any
@@ -34,12 +34,12 @@ def assert_flex_equals_the_reference(layout: TreeLayout, form: Form, sinks: Tens
         got = attend(*inputs, backend="flex", **options)
         wanted = attend(*inputs, backend="reference", **options)
     assert got.dtype == wanted.dtype
-    # Sums of up to N terms in float32, in another order.
+    # Float32 sums of up to N terms, in another order.
     assert float((got - wanted).norm()) <= 1e-6 * float(wanted.norm())
 
 
 def listed_blocks(mask: BlockMask) -> dict[tuple[int, int], bool]:
-    """For each listed pair of blocks whether it is listed as full."""
+    """Map each listed pair of blocks to whether it is listed as full."""
     blocks = {}
     lists = ((False, mask.kv_num_blocks, mask.kv_indices), (True, mask.full_kv_num_blocks, mask.full_kv_indices))
     for is_full, lengths, indices in lists:
@@ -101,8 +101,9 @@ def test_a_gradient_on_cpu_is_refused() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPU with g++, which is absent")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_compiled_flex_visits_the_listed_blocks_only_and_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uncompiled it looks at the mask alone; compiled kernels follow the lists of blocks."""
-    # Of one shape: for any shape torch's C++ names a variable that is not there, or not, by what was compiled before.
+    """Uncompiled flex uses only the mask; compiled kernels follow the lists of blocks."""
+    # Compile static shapes: with dynamic ones, torch's C++ may name an undefined variable, depending on what was
+    # compiled before.
     compile_any = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **options: compile_any(call, **{**options, "dynamic": False}))
     monkeypatch.setattr(flex, "_dense", flex._compiled.__wrapped__())

@@ -16,7 +16,7 @@ from treering.tree.partition import Partition
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Torch's compiler and triton warn of themselves.
+    # Torch's compiler and triton emit unrelated warnings.
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -58,8 +58,8 @@ def assert_equal_with_gradients(
     exact_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
     got = results(partial(attend, backend=backend), inputs, sinks, layout=layout, form=form)
     wanted = results(partial(attend, backend="reference"), exact, exact_sinks, layout=layout, form=form)
-    # Weights, scores' gradients and results are each rounded to the dtype once; products of float32 are three of tf32,
-    # whose dropped terms are of the order of 2^-22.
+    # Weights, gradients of scores and results are each rounded to the dtype once. Products of float32 are three of
+    # tf32, whose dropped terms are of the order of 2^-22.
     tolerance = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
     for mine, theirs in zip(got, wanted, strict=True):
         assert mine.dtype == dtype
@@ -125,7 +125,7 @@ def test_gradients_through_gateways_equal_those_of_the_whole_tree(backend: Backe
     ranges = ((0, 450, -1), (450, tree.num_tokens, 0))
     parts = tuple(Partition(tokens=np.arange(i, j, dtype=np.int32), parent=above) for i, j, above in ranges)
     dtype = torch.bfloat16 if backend == "flash" else torch.float32
-    # In 16 bits the gradients from below are rounded once more.
+    # In 16 bits the children's gradients are rounded once more.
     tolerance = 1e-5 if dtype == torch.float32 else 6 * torch.finfo(dtype).eps
     inputs = random_inputs(tree.num_tokens, (4, 2), 64, dtype, CUDA)
     assert_partitions_equal_the_tree(inputs, tree, parts, backend, Form(scale=0.1, window=window), tolerance)

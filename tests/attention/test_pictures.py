@@ -1,4 +1,4 @@
-"""Attention both ways within pictures: every backend's pairs are those of the rule, under windows and in partitions."""
+"""Bidirectional attention within images: every backend obeys the mask, with windows and in partitions."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ LARGE = [Picture(values=np.full((1, 2), n, np.float32), num_tokens=n) for n in (
 
 
 def large_tree() -> Forest:
-    """Pictures that take calls of their own, longer and shorter than the windows."""
+    """Return a tree of images that need their own calls, longer and shorter than the windows."""
     ids = [1, *[9] * 150, 2, *[9] * 50, 3, *[9] * 33]
     starts = (1, 152, 203)
     placed = [PlacedPicture(start=at, picture=one) for at, one in zip(starts, LARGE, strict=True)]
@@ -26,7 +26,7 @@ def large_tree() -> Forest:
 
 
 def expected_mask(forest: Forest, window: int | None) -> np.ndarray:
-    """The rule, token by token: ancestors, and all of a token's own picture, within the window."""
+    """Build the mask by definition: ancestors and all tokens of the query's own image, within the window."""
     visible = np.zeros((forest.num_tokens, forest.num_tokens), bool)
     span_of = {token: span for span in picture_spans(forest) for token in range(*span)}
     for query in range(forest.num_tokens):
@@ -66,7 +66,7 @@ def test_calls_cover_the_visible_pairs_once(number: int, window: int | None) -> 
 
 @pytest.mark.parametrize(("backend", "window"), [("segments", None), ("segments", 60), ("triton", 20), ("flex", 60)])
 def test_backends_agree_with_the_reference(backend: str, window: int | None) -> None:
-    # The interpreter of the kernels is slow.
+    # The kernels' interpreter is slow.
     forest = TREES[6] if backend == "triton" else TREES[-1]
     torch.manual_seed(0)
     dtype = torch.float32 if backend == "triton" else torch.float64

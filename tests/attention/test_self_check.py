@@ -25,7 +25,7 @@ def _fresh() -> Iterator[None]:
 
 @pytest.fixture
 def run_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Attention], None]:
-    """Makes `segments` another function; the reference stays."""
+    """Return a function that replaces the implementation of every backend except the reference."""
 
     def replace(attention: Attention) -> None:
         monkeypatch.setattr(
@@ -36,7 +36,7 @@ def run_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Attention], None]:
 
 
 def one_key_leaks(query: Tensor, key: Tensor, value: Tensor, *, layout: TreeLayout, **options: Any) -> Tensor:
-    """The first token of a branch sees the last token of the branch before it."""
+    """Let the first token of a branch see the last token of the branch before it."""
     lengths = SHAPE.lengths
     first, second = lengths[0] + lengths[1] - 1, lengths[0] + lengths[1]
     out = reference_attention(query, key, value, layout=layout, **options)
@@ -60,12 +60,12 @@ class _GradientOfASibling(torch.autograd.Function):
 
 
 def one_gradient_leaks(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The forward is right; the first token of a branch gets a little of its sibling's gradient."""
+    """Compute the right forward, but give a branch's first token a little of its sibling's gradient."""
     return reference_attention(query, key, _GradientOfASibling.apply(value), **options)
 
 
 def half_precision(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Products of 10 bits, as tf32's."""
+    """Round the inputs to 10 bits, as tf32 does."""
     rounded = [tensor.half().to(tensor.dtype) for tensor in (query, key, value)]
     return reference_attention(*rounded, **options)
 

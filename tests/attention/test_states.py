@@ -1,4 +1,4 @@
-"""Gateways of recurrent layers: gradients are summed in float32 or wider, taken once, and outlive the states."""
+"""Gateways of recurrent layers sum gradients in float32 or wider, give them once, and outlive the states."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The kernels, in triton's interpreter, equal the reference: outputs and gradients, every option, many small blocks."""
+"""The kernels, in triton's interpreter, equal the reference in outputs and gradients for every option."""
 
 from functools import partial
 from typing import Any
@@ -84,7 +84,7 @@ def test_every_form_equals_the_reference_with_sinks(form: str) -> None:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of the key gradient visit at most two blocks of queries."""
+    """Let programs of the key gradient visit at most two blocks of queries."""
     monkeypatch.setattr(tables, "MIN_TILES", 4)
 
 
@@ -106,7 +106,7 @@ def test_query_heads_share_key_heads_and_any_head_size_is_padded(heads: tuple[in
 
 
 def test_gradients_go_into_gateways_wider_than_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its forest has no gateway.
+    # The self-check's forest has no gateway.
     monkeypatch.setenv(OFF_SWITCH, "0")
     given_back = []
     whole = backend.scatter_key_gradients
@@ -127,8 +127,8 @@ def test_low_precision_results_are_rounded_once(dtype: torch.dtype) -> None:
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     options: dict[str, Any] = {"layout": layout, "form": FORMS["plain"]}
     ways = (results(triton_attention, inputs, None, **options), results(reference_attention, exact, None, **options))
-    # Half a unit in the last place for the final rounding of each entry, and for the backward's saved output another,
-    # amplified at most by the number of keys that a gradient sums over; float32 adds its own sums' rounding.
+    # Half a unit in the last place for the final rounding of each entry, and another for the backward's saved output,
+    # amplified at most by the number of keys that a gradient sums over. Float32 adds its own sums' rounding.
     unit = torch.finfo(dtype).eps
     for got, wanted in zip(*ways, strict=True):
         assert got.dtype == dtype

@@ -1,4 +1,4 @@
-"""The kernels compile for the GPU that they target; the interpreter, which is Python, accepts much more."""
+"""The kernels compile for their target GPU, which accepts less than the interpreter."""
 
 from typing import Any
 

@@ -32,7 +32,7 @@ def pairs_of(sequences: list[list[int]], query_size: int, key_size: int, window:
 
 
 def visited(work: WorkList) -> list[tuple[int, int, bool]]:
-    """(own block, other block, unmasked) of every visit."""
+    """Return (own block, other block, unmasked) of every visit."""
     found = []
     for block, start, middle, again, stop, _ in work.items.tolist():
         assert start <= middle == again <= stop
@@ -59,7 +59,7 @@ def test_every_pair_of_blocks_is_visited_once(
 
 
 def assert_shared_in_order(work: WorkList, max_visits: int) -> None:
-    """Items are short enough, heaviest first; each block is written once, or by consecutive slots that are added."""
+    """Check lengths and order of items, and that each block is written once or by consecutive added slots."""
     lengths = work.items[:, 4] - work.items[:, 1]
     assert (lengths <= max_visits).all()
     assert (np.diff(lengths) <= 0).all()
@@ -73,7 +73,7 @@ def assert_shared_in_order(work: WorkList, max_visits: int) -> None:
 
 
 def test_a_block_of_keys_that_no_row_sees_still_has_an_item() -> None:
-    # It writes the zeros of their gradient.
+    # The item writes zeros as the gradient of these keys.
     ranges = QueryRanges(first=np.array([0, 5, 5]), stop=np.array([5, 5, 5]), position=np.arange(3))
     pairs = find_block_pairs(ranges, np.arange(5), query_size=5, key_size=1)
     assert sorted(work_by_key(pairs, 3, CPU).items[:, 0].tolist()) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Every method of the installed PEFT is exact on trees, or refused by name: none is trusted because it runs."""
+"""Every method of the installed PEFT is exact on trees or refused by name; none is trusted because it runs."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from treering.errors import UnsupportedError
 from treering.model.patch import patch
 from treering.model.tree_model import ADAPTERS, LORA_VARIANTS
 
-# PEFT warns of its own methods.
+# PEFT warns about its own methods.
 pytestmark = pytest.mark.filterwarnings("default")
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 12, 13, 14], [5, 6, 20, 21, 22, 0, 0]])
@@ -60,7 +60,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "vera": ("VeraConfig", RANK),
     "waveft": ("WaveFTConfig", {**Q, "n_frequency": 10}),
 }
-"""The method's package, its configuration and what that needs on a tiny model."""
+"""Each method's configuration class and its arguments for a tiny model."""
 
 LORA: dict[str, dict[str, Any]] = {
     "DoRA, embedding": {"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]},
@@ -94,7 +94,7 @@ def gradients(model: nn.Module, rows: list[tuple[Tensor, Tensor]]) -> dict[str, 
 
 
 def assert_exact(model: nn.Module) -> None:
-    """Compares the batch on a tree with each row alone, by the stock model."""
+    """Compare the batch on a tree with the stock model on each row separately."""
     alone = [(IDS[i : i + 1, :n], MASK[i : i + 1, :n]) for i, n in enumerate(LENGTHS)]
     expected = gradients(model, alone)
     patched = patch(model)
@@ -145,7 +145,7 @@ def test_the_list_has_no_method_without_a_test_and_leaves_the_others_of_peft_out
 
 
 class OwnLayer(nn.Module, peft.tuners.tuners_utils.BaseTunerLayer):
-    """An adapter's layer of a user."""
+    """User-defined adapter layer."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()

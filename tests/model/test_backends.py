@@ -13,7 +13,7 @@ launch = pytest.importorskip("treering.attention.triton_launch")
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="float64 runs in triton's interpreter only")
 
 SEQUENCES = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 8], [1, 2, 3, 4, 9, 7, 6, 5], [5, 6]]
-# Windows and softcaps; windows and sinks.
+# gemma2 has windows and softcaps, gpt_oss windows and sinks.
 FAMILIES = ("gemma2", "gpt_oss")
 
 

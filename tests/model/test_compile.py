@@ -16,13 +16,13 @@ from treering.train.step import backward
 from treering.tree.forest import Forest
 
 SMALL = Forest.from_sequences([[5] * 12 + [6] * 9, [5] * 12 + [7] * 8, [5] * 12 + [7] * 8 + [1] * 7, [1, 2]])
-# Of two sizes the second runs graphs of another shape than they were traced with, which costs as much again.
+# The second size runs graphs traced for another shape, which costs as much again.
 TWO_SIZES = [SMALL, Forest.from_sequences(comb(15))]
-# The tracer cannot read through the test run's type checks, and warns of what it does itself.
+# The tracer cannot read through the test run's type checks, and emits its own warnings.
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore")]
 
 BACKEND = "aot_eager"
-"""Traces forward and backward as the default does, and then runs them as they are: no C++ compiler needed."""
+"""Traces forward and backward like the default, then runs them uncompiled: no C++ compiler needed."""
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,7 @@ def test_a_model_compiled_in_place_is_refused(compiled: Callable[[nn.Module], nn
 
 
 def breaks_at_attention() -> int:
-    """How often a graph was left for attention; a model's own breaks, as in gpt-oss's experts, do not count."""
+    """Count the graph breaks at attention; a model's own breaks, as in gpt-oss's experts, do not count."""
     reasons = torch._dynamo.utils.counters["graph_break"]
     return sum(count for reason, count in reasons.items() if "_attention_outside_graphs" in reason)
 

@@ -100,7 +100,7 @@ def test_a_recompute_by_a_foreign_checkpoint_after_the_block_raises() -> None:
         def __init__(self, layer: nn.Module) -> None:
             super().__init__()
             self.layer = layer
-            # transformers 5.0 reads it from each layer.
+            # transformers 5.0 reads the attribute from each layer.
             self.attention_type = getattr(layer, "attention_type", None)
 
         def forward(self, hidden: torch.Tensor, **kwargs: object) -> torch.Tensor:
@@ -262,7 +262,7 @@ def adapted(config: PeftConfig) -> Callable[[], nn.Module]:
 
 
 def neftune_post_forward_hook(module: nn.Module, args: tuple[object, ...], output: torch.Tensor) -> torch.Tensor:
-    """Of the name that it has in all releases of transformers, which have it in other places."""
+    """Stand-in for a hook that transformers releases define under this name in various modules."""
     return output + torch.rand_like(output)
 
 

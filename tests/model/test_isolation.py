@@ -1,4 +1,4 @@
-"""Law 3: a changed token changes no output that does not descend from it: bitwise, with experts within rounding."""
+"""Law 3: a changed token changes only outputs that descend from it: bitwise, or within rounding with experts."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from treering.tree.forest import Forest
 
 
 def with_token(forest: Forest, at: int, token: int) -> Forest:
-    """The same shape with another token: the forest keeps its arrays, so outputs are comparable bit by bit."""
+    """Replace one token and keep the other arrays, so that outputs are comparable bit by bit."""
     tokens = forest.tokens.copy()
     tokens[at] = token
     names = ("parent", "position", "subtree_end", "branch_end", "segment_start", "segment_parent")
@@ -28,7 +28,7 @@ WAYS = [
 
 
 def assert_isolated(model: nn.Module, forest: Forest, tolerance: float = 0.0, backend: str = "auto") -> None:
-    """Changes some tokens, one at a time."""
+    """Change some tokens, one at a time."""
     index = np.arange(forest.num_tokens)
     with torch.no_grad():
         before = forward(model, forest, backend=backend)
@@ -44,7 +44,7 @@ def assert_isolated(model: nn.Module, forest: Forest, tolerance: float = 0.0, ba
 
 @pytest.mark.parametrize(("family", "backend", "shape"), WAYS)
 def test_a_changed_token_changes_nothing_outside_its_subtree(family: str, backend: str, shape: str) -> None:
-    # Another token may visit another expert, whose batch then has another size, and with it another order of sums.
+    # Another token may visit another expert, which changes the size of expert batches and the order of their sums.
     model = (build_float64 if family in EXPERTS else build)(family).eval()
     forest = Forest.from_sequences(SHAPES[shape])
     assert_isolated(model, forest, 1e-12 if family in EXPERTS else 0.0, backend)

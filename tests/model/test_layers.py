@@ -1,4 +1,4 @@
-"""Law 2 with compiled layers and with Liger's kernels, whoever has put them in."""
+"""Law 2 with compiled layers and with Liger's kernels, whoever installed them."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -28,15 +28,15 @@ from treering.tree.forest import Forest
 SEQUENCES = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 7, 8]]
 FOREST = Forest.from_sequences(SEQUENCES)
 STOCK = 1e-5
-"""Of float32 kernels with other orders of summation."""
+"""Tolerance of float32 kernels that sum in another order."""
 
-# The tracer cannot read through the test run's type checks, and warns of what it does itself.
+# The tracer cannot read through the test run's type checks, and emits its own warnings.
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
 def num_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    """Counts compiled graphs; they run as they were traced, so that no C++ compiler is needed."""
+    """Count compiled graphs; they run uncompiled after tracing, so that no C++ compiler is needed."""
     stock = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: stock(self, backend="aot_eager", **options))
     torch._dynamo.reset()
@@ -51,7 +51,7 @@ def gradients(model: nn.Module, forest: Forest = FOREST, **options: object) -> d
 
 
 def flat_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Of the same loss by the model's own forward, one sequence at a time."""
+    """Compute the gradients by the model's own forward, one sequence at a time."""
     for sequence in SEQUENCES:
         (-flat_logprobs(model, sequence)[0].sum()).backward()
     return take_gradients(model)
@@ -76,7 +76,7 @@ def test_forests_of_twenty_shapes_run_one_graph(num_graphs: Callable[[], int], m
     undo = set_layers(model, "compiled")
     with treering.tree_attention(model, "flash"):
         bytes_per_token(TreeModel.of(model))
-        # No edge of it is trained, and `backward` skips it where no rank waits.
+        # FILLER has no trained edges, and `backward` skips it unless other ranks wait.
         hidden_states(TreeModel.of(model), FILLER)
     for forest in forests:
         actual = gradients(model, forest, backend="flash")
@@ -90,7 +90,7 @@ def test_forests_of_twenty_shapes_run_one_graph(num_graphs: Callable[[], int], m
 
 
 def test_no_probe_is_as_long_as_a_model_has_heads_or_sizes() -> None:
-    # All of them are even, or 1 to 15; where somebody else compiles, equal sizes get one symbol.
+    # Model sizes are even or 1 to 15. If other code compiles, equal sizes would share one symbol.
     assert all(length % 2 == 1 and length > 15 for length in PROBE_TOKENS)
 
 
@@ -183,7 +183,7 @@ def test_a_model_wrapped_by_torch_compile_trains_the_same_when_it_is_patched(
     wrapped(input_ids=ids, labels=ids).loss.backward()
     assert_gradients_equal(take_gradients(model), expected, 1e-10)
     assert patched.take_counts().num_tokens == 5
-    # Patched first, the decoder is no longer the compiler's to read.
+    # If the model was patched first, torch.compile does not see the decoder.
     assert (num_graphs() > 0) == (order == "after")
 
 
@@ -251,7 +251,7 @@ def test_auto_is_liger_where_it_is_exact_and_else_compiled_for_long_runs_on_one_
 ) -> None:
     triton = pytest.importorskip("triton")
     monkeypatch.setattr("treering.extras.find_spec", lambda package: package if is_exact else None)
-    # Liger's kernels run in the interpreter, so that the model may stay on the CPU.
+    # Run Liger's kernels in the interpreter, so that the model may stay on the CPU.
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     model = build(family, num_hidden_layers=1)
     assert choose_layers(model, num_steps, num_ranks=num_ranks, device=device)[0] == chosen

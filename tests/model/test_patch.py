@@ -1,4 +1,4 @@
-"""A patched model gives a padded batch what the stock model gives it, computing each distinct token once."""
+"""A patched model returns the stock model's results for a padded batch and computes each distinct token once."""
 
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -18,7 +18,7 @@ PROMPT, ANSWERS = [5, 6, 7, 8], [[1, 2, 3], [1, 2, 4, 5], [9], [1, 2, 3]]
 
 
 def padded(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
-    """Token ids and mask of rows with padding on one side, or on both."""
+    """Return token ids and mask of rows with padding on one side, or on both."""
     width = max(map(len, rows)) + (1 if side == "both" else 0)
     ids, mask = torch.full((len(rows), width), PAD), torch.zeros(len(rows), width, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -29,14 +29,14 @@ def padded(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
 
 
 def labelled(ids: Tensor, mask: Tensor) -> Tensor:
-    """The answers' labels: the prompt's tokens and padding are ignored."""
+    """Return labels that ignore the prompt and padding."""
     real = mask.cumsum(1)
     return ids.where((mask == 1) & (real > len(PROMPT)), IGNORED)
 
 
 @dataclass(kw_only=True)
 class FusedOutput:
-    """What a trainer's fused head returns."""
+    """Output of a trainer's fused head."""
 
     loss: Tensor
     log_probs: Tensor
@@ -45,7 +45,7 @@ class FusedOutput:
 
 
 def add_fused_head(model: Any) -> None:
-    """A fused head by TRL's contract: per-token values of labels that are not ignored, 0 elsewhere."""
+    """Add a fused head by TRL's contract: per-token values for labels that are not ignored, 0 elsewhere."""
     stock = model.forward
 
     def forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs):
@@ -111,7 +111,7 @@ def test_a_fused_head_scores_each_distinct_label_once_and_gives_the_batch_its_va
     assert output.label_mask.equal(expected.label_mask)
     loss = (output.log_probs * weights).sum() + output.entropy.sum() + output.loss
     assert_gradients_equal(gradients(model, loss), wanted, 1e-10)
-    # Edges: the prompt's end to 1 and 9, then 1 to 2, 2 to 3 and 4, 4 to 5.
+    # Edges: from the prompt's end to 1 and 9, from 1 to 2, from 2 to 3 and 4, from 4 to 5.
     assert scored == [min(6, num_logits // VOCAB)] * (6 * VOCAB // min(6 * VOCAB, num_logits))
 
 

@@ -1,4 +1,4 @@
-"""A patched model of pictures gives a padded batch of stock callers the gradients of the stock model."""
+"""A patched vision-language model gives stock callers the stock gradients for a padded batch."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def rows_of(family: str) -> list[Sequenced]:
 
 
 def padded(model: nn.Module, rows: list[Sequenced], side: str) -> dict[str, Tensor]:
-    """The rows as a collator of stock trainers pads them."""
+    """Pad the rows like a stock trainer's collator."""
     inputs = [stock_inputs(model, row) for row in rows]
     length = max(len(row.tokens) for row in rows)
     batch = {}

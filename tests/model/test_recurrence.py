@@ -1,4 +1,4 @@
-"""Recurrent layers on forests: states come from tree parents under any plan; the patch is undone on exit."""
+"""Recurrent layers on forests take states from tree parents under any plan; the patch is undone on exit."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ from treering.tree.forest import Forest
 
 MODELS = {family: build_wide(family) for family in DENSE}
 LONG = [[1] * 70 + [2] * 75, [1] * 70 + [3], [1] * 70 + [3, 4] * 40, [1] * 64 + [5] * 3, [1] * 2]
-"""Branches over the scan's chunks of 64 tokens, forks on a chunk's edge and off it."""
+"""Branches longer than the scan's chunks of 64 tokens, with forks on and off a chunk's edge."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -122,7 +122,7 @@ def test_compiled_layers_are_exact(family: str) -> None:
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
     WAYS[0](model)
-    # The compiler reads `Tensor.float` as its own, so norms around the recurrent layer round to float32.
+    # The compiler replaces `Tensor.float`, so norms around the recurrent layer round to float32.
     assert_gradients_equal(take_gradients(model), expected, 1e-6)
 
 

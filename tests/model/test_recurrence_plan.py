@@ -1,4 +1,4 @@
-"""The plan of recurrent layers: every token once, from the state of its tree parent; forks keep states if it pays."""
+"""Recurrent layers compute every token once, from its tree parent's state; forks keep states if it pays."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ PRICE = st.builds(Price, call=st.sampled_from([0, 3, 50, 10**6]), row=st.sampled
 
 
 def layout_of(sequences: list[list[int]], left: list[int] | None = None) -> TreeLayout:
-    """A whole forest, or one whose tokens `left` are needed below."""
+    """Return the layout of a whole forest, or of one whose children need the tokens `left`."""
     forest = Forest.from_sequences(sequences)
     if left is None:
         return TreeLayout(forest, CPU)
@@ -42,7 +42,7 @@ def layout_of(sequences: list[list[int]], left: list[int] | None = None) -> Tree
 
 
 def paths_of(plan: RecurrencePlan, num_tokens: int) -> tuple[list[tuple[int, ...] | None], list[tuple[int, ...]]]:
-    """The tokens behind each output and each kept state, by walking the calls."""
+    """Return the token path of each output and each kept state, by walking the calls."""
     seen: list[tuple[int, ...]] = []
     kept: list[tuple[int, ...]] = []
     above: list[tuple[int, ...]] = []
@@ -70,7 +70,7 @@ def num_calls(plan: RecurrencePlan) -> int:
 
 
 def num_computed(plan: RecurrencePlan) -> int:
-    """Computed tokens, with rescanned ones and padding."""
+    """Count computed tokens, including rescanned ones and padding."""
     return sum(call.tokens.numel() for level in plan.levels for call in level)
 
 

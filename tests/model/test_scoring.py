@@ -12,7 +12,7 @@ WAYS = {"at one time": 10**6, "in chunks of 4 rows": 4 * VOCAB, "in chunks of 1 
 
 
 class Adapted(nn.Module):
-    """A head that is no plain linear layer, as an adapter makes it."""
+    """Head that is not a plain linear layer, like an adapter's."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

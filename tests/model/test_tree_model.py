@@ -1,4 +1,4 @@
-"""A bound model is never stale: whatever changes its parts binds it again, and nothing else does."""
+"""A bound model is never stale: changing its parts binds it again, and nothing else does."""
 
 import gc
 import weakref

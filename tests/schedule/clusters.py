@@ -24,7 +24,7 @@ def forecast(lengths, prompts=None) -> Forecast:
 
 
 def trace(*steps, max_tokens=1000, predicted=None) -> Trace:
-    """Steps of rollouts with these lengths; None predicts them exactly."""
+    """Return a trace of rollouts with these lengths; without `predicted`, predictions are exact."""
     predictions = steps if predicted is None else predicted
     return Trace(
         steps=tuple(

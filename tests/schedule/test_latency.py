@@ -12,7 +12,7 @@ def test_steps_are_linear_between_measured_rows_flat_before_and_go_on_behind():
 
 def test_speculation_divides_a_step_by_the_tokens_it_gains():
     latency = Latency(num_rows=[0, 2, 4], decode_s=[8.0, 8.0, 12.0], tokens_per_step=[4, 4, 1])
-    # 3 rows take 10 s and gain 2.5 tokens each; beyond what was measured the gain stays, and the time grows.
+    # Three rows take 10 s and gain 2.5 tokens each. Beyond the measured sizes the gain stays and the time grows.
     assert latency.token_s(5).tolist() == [0, 2, 2, 4, 12, 14]
 
 
@@ -39,7 +39,7 @@ def test_latencies_are_alike_up_to_their_unit_and_a_quarter():
     assert alike(one, linear_latency(step_s=20, row_s=0.05, training_s=1200), 64)
     assert not alike(one, linear_latency(step_s=20, row_s=0.05, training_s=1300), 64)
     assert not alike(one, linear_latency(step_s=20, row_s=0.05), 64)
-    # 64 rows take 23.2 instead of 20.05 s, or 84 instead of 21: 1.16 and 4 times.
+    # 64 rows take 23.2 instead of 20.05 s, or 84 instead of 21 s: factors of 1.16 and 4.
     assert not alike(one, linear_latency(step_s=20, row_s=1.0, training_s=1000), 64)
     assert alike(one, linear_latency(step_s=20, row_s=1.0, training_s=1000), 1)
 

@@ -1,4 +1,4 @@
-"""Measured times: a law is found again, sums have no order, and what says nothing of a slope gives no latency."""
+"""Fitted times recover a known law, do not depend on order, and give no latency where a slope is undetermined."""
 
 import math
 import pickle
@@ -29,7 +29,7 @@ def told(passes, loads=(), trainings=()):
 
 
 def lawful(step_s, row_s, prefill_s, *, gain=1, num=20):
-    """Passes of some sizes that take what the law says, every third with a prefill."""
+    """Return passes of some sizes that obey the law, every third with a prefill."""
     return [
         (step_s + row_s * rows + prefill_s * prefilled, rows, prefilled, gain * rows)
         for rows in SIZES
@@ -42,7 +42,7 @@ def lawful(step_s, row_s, prefill_s, *, gain=1, num=20):
 def test_a_known_law_is_found_again(step_s, row_s, prefill_s):
     latency = told(lawful(step_s, row_s, prefill_s)).latency()
     expected = [step_s + row_s * rows for rows in range(1, 33)]
-    # Whole nanoseconds are kept.
+    # Times are kept in whole nanoseconds.
     assert latency.token_s(32)[1:].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-7)
     assert latency.prefill_s == pytest.approx(prefill_s, rel=1e-4, abs=1e-7)
     assert latency.tokens_per_step is None
@@ -85,7 +85,7 @@ def test_the_order_in_which_times_are_told_and_added_is_nothing(passes, loads, t
 
 @given(PASSES)
 def test_every_latency_is_one_that_plans_can_be_made_with(passes):
-    # `Latency` itself refuses times that fall, or are not positive.
+    # `Latency` itself refuses times that fall or are not positive.
     latency = told(passes * 16).latency()
     if latency is not None:
         assert np.isfinite(latency.token_s(64)).all()
@@ -100,7 +100,7 @@ def test_every_latency_is_one_that_plans_can_be_made_with(passes):
         # 5 to 8 rows are one size, and 9 are less than twice as many.
         [(0.01, 8, 0, 8)] * 100 + [(0.02, 9, 0, 9)] * 100,
         [(0.01, 8, 0, 8)] * 100 + [(0.005, 1, 0, 1)] * 15,
-        # Nobody samples in a pass without rows.
+        # A pass without rows samples nothing.
         [(0.01, 8, 0, 8)] * 100 + [(0.005, 0, 50, 0)] * 100,
     ],
 )
@@ -124,7 +124,7 @@ def test_loads_and_updates_count_with_their_median():
 
 def test_passes_of_hardly_a_row_each_give_no_latency():
     times = PassTimes()
-    # Means of 0.6 and 4 / 3 rows: a row in both.
+    # Means of 0.6 and 4 / 3 rows both round to one row.
     for num_rows, num_passes in [(1, 2)] * 20 + [(1, 1)] * 10 + [(4, 3)] * 20:
         times.note_pass(0.01 * num_passes, num_rows=num_rows, num_prefilled=0, num_sampled=1, num_passes=num_passes)
     assert times.latency() is None

@@ -19,7 +19,7 @@ def test_fifo_deals_shards_of_equal_size_at_random_and_anew_in_each_step():
         assert share.order.tolist() == list(range(102))
         assert share.stealing == "off"
     assert shares[0].workers.tolist() == shares[2].workers.tolist() != shares[1].workers.tolist()
-    # Predictions have no part in it; the seed has.
+    # Predictions do not matter; the seed does.
     flat = Fifo().assign(plan_request(where, np.ones(102)))
     assert flat.workers.tolist() == shares[0].workers.tolist()
     assert Fifo(seed=1).assign(plan_request(where, lengths)).workers.tolist() != shares[0].workers.tolist()
@@ -36,7 +36,7 @@ def test_no_policy_asks_for_more_than_workers_can_do(name, rebalancing):
 
 @pytest.mark.parametrize(("rebalancing", "num_stolen"), [("none", 0), ("queued", 1)])
 def test_what_may_not_move_does_not(rebalancing, num_stolen):
-    """Shares of [9, 9, 1] and [1, 1, 1]: the second worker takes a 9, which ends at 12."""
+    """The shares are [9, 9, 1] and [1, 1, 1]; the second worker takes a 9, which ends at 12."""
     where = replace(cluster(2, 1), rebalancing=rebalancing)
     policy = PlanPolicy(PlacementPlan(name="steals", stealing="queued"))
     run = trace([9, 1, 9, 1, 1, 1], predicted=[[10, 10, 10, 10, 10, 10]])

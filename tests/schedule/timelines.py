@@ -1,4 +1,4 @@
-"""Timelines made by hand."""
+"""Hand-made timelines."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from treering.schedule.simulator import Timeline
 
 
 def timeline(policy="fifo", *, num_workers=2, num_steps=2, span_s=40.0, training_s=5.0, bound_s=60.0) -> Timeline:
-    """Each worker w of W runs each step for (w + 1) / W of a span; then it is trained."""
+    """Return a timeline in which worker w of W runs each step for (w + 1) / W of a span, followed by training."""
     steps = np.repeat(np.arange(1, num_steps + 1), num_workers)
     workers = np.tile(np.arange(num_workers), num_steps)
     started = (steps - 1) * (span_s + training_s)

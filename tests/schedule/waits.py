@@ -1,4 +1,4 @@
-"""Synthetic waiting: traces whose rollouts wait for tools between their turns."""
+"""Synthetic traces whose rollouts wait for tools between their turns."""
 
 from dataclasses import dataclass, replace
 
@@ -11,30 +11,30 @@ from treering.schedule.turns import even_turns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitLaw:
-    """How long rollouts wait, whatever their lengths.
+    """Distribution of waiting, independent of rollout lengths.
 
-    Example: with a share of 0.5, rollouts whose tokens take 100 s in a full batch wait for 100 s, in the mean.
+    Example: with a share of 0.5, rollouts whose tokens take 100 s in a full batch wait for 100 s on average.
     """
 
     share: float
-    """Of the mean span that is waiting, in (0, 1); the rest is its tokens at the speed of a full batch."""
+    """Fraction of the mean span spent waiting, in (0, 1); the rest is decoding at the speed of a full batch."""
     sigma: float = 1.0
-    """Of the logarithm of a rollout's waiting."""
+    """Standard deviation of the logarithm of a rollout's waiting."""
     num_turns: int = 8
-    """Turns of a rollout, or as many as it has tokens; with waiting between them."""
+    """Turns per rollout, at most one per token; rollouts wait between them."""
 
 
 def with_waits(trace: Trace, law: WaitLaw, cluster: Cluster, *, noise: float, seed: int) -> Trace:
-    """The trace with waiting between turns of equal length.
+    """Add waiting between turns of equal length to a trace.
 
-    A rollout's waiting is log-normal, whatever its length; the parts of it have random sizes.
+    A rollout's waiting is log-normal and independent of its length; it is split into random parts.
 
     Args:
         trace: without waiting.
-        law: of the waiting.
-        cluster: whose full batch tells how long tokens take.
+        law: distribution of the waiting.
+        cluster: its full batch defines how long tokens take.
         noise: sigma of log(predicted / actual) of the waiting, at least 0.
-        seed: of the waiting and its predictions.
+        seed: for the waiting and its predictions.
 
     Example: waiting of 3 s in 3 turns may be 1.2 s after the first turn and 1.8 s after the second.
     """

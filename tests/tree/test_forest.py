@@ -1,4 +1,4 @@
-"""Law 1: a forest gives its sequences back, ancestors first, each distinct token once, in O(N)."""
+"""Law 1: a forest returns its sequences, stores ancestors first and each distinct token once, and takes O(N) memory."""
 
 import copy
 import pickle

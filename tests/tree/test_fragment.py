@@ -1,4 +1,4 @@
-"""A fragment keeps structure and positions of its tree, and a query sees a key iff the query descends from the key."""
+"""A fragment keeps its tree's structure and positions, and a query sees a key iff it descends from the key."""
 
 from itertools import pairwise
 
@@ -12,7 +12,6 @@ from treering.tree.fragment import query_ranges, take_fragment
 
 
 def ancestors_of(tree: Forest, token: int) -> set[int]:
-    """The token and its ancestors."""
     path = set()
     while token >= 0:
         path.add(token)

@@ -1,4 +1,4 @@
-"""Padded batches: their sequences, and the way back to the shape of the batch."""
+"""Padded batches become sequences, and results return to the shape of the batch."""
 
 import numpy as np
 import pytest

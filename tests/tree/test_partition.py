@@ -1,4 +1,4 @@
-"""Law 4, planning: every token is in one partition within the budget, and partitions hang off each other as a tree."""
+"""Law 4, planning: each token is in one partition within the budget, and the partitions form a tree."""
 
 import random
 
@@ -17,7 +17,7 @@ from treering.tree.plan import plan_batch
 
 
 def sizes_and_chain(tree: Forest, parts: tuple[Partition, ...], budget: int) -> tuple[list[int], int]:
-    """Checks the laws token by token; returns the sizes and the tokens of the longest chain of partitions."""
+    """Check the laws token by token; return the sizes, and the tokens of the longest chain of partitions."""
     home = {}
     for number, part in enumerate(parts):
         assert 1 <= part.tokens.size <= budget
@@ -39,7 +39,7 @@ def sizes_and_chain(tree: Forest, parts: tuple[Partition, ...], budget: int) -> 
 
 
 def fewest_and_shortest(parent: list[int], budget: int) -> tuple[int, int]:
-    """Fewest partitions, then the shortest longest chain, over every way to put single tokens into partitions."""
+    """Return the fewest partitions and their shortest longest chain, over every way to place single tokens."""
     best = (len(parent) + 1, 0)
 
     def put(token: int, home: list[int], size: list[int], above: list[int]) -> None:
@@ -105,7 +105,7 @@ def test_children_of_a_star_and_of_a_caterpillar_are_put_together() -> None:
     assert len(sizes_and_chain(caterpillar, cut_tree(caterpillar, 100), 100)[0]) == 20  # 2,000 tokens
     tree = Forest.from_sequences(star(1000, prompt=40, response=5))
     sizes, chain = sizes_and_chain(tree, cut_tree(tree, 200), 200)
-    assert sizes == [40] + [200] * 25  # 26 for 5,040 tokens; children beside the prompt would lengthen the chain
+    assert sizes == [40] + [200] * 25  # 26 for 5,040 tokens; children next to the prompt would lengthen the chain
     assert chain == 240
 
 
@@ -116,7 +116,7 @@ def test_beside_the_responses_of_a_large_star_only_its_prompt_is_kept() -> None:
 
 
 def test_a_cut_falls_inside_a_segment_and_what_hangs_off_one_partition_fills_another() -> None:
-    # Root of 2, two children of 3 and a budget of 4: cut at forks there would be three partitions.
+    # With a root of 2, two children of 3 and a budget of 4, cuts at forks would give three partitions.
     tree = Forest.from_sequences([[9, 9, 1, 1, 1], [9, 9, 2, 2, 2]])
     sizes, chain = sizes_and_chain(tree, cut_tree(tree, 4), 4)
     assert (sizes, chain) == ([4, 4], 8)
@@ -151,7 +151,7 @@ PICTURES = [Picture(values=np.full((1, 2), n, np.float32), num_tokens=1 + n) for
 
 
 def tree_of_pictures(seed: int) -> Forest:
-    """Some branches of one tree, each of text and pictures, that leave each other anywhere but inside a picture."""
+    """Return a tree of branches of text and images that fork anywhere except inside an image."""
     rng = np.random.default_rng(seed)
 
     def parts(count: int) -> list[int | Picture]:

@@ -1,4 +1,4 @@
-"""Pictures in a forest: prefixes merge by pixels, and parts of forests keep the table."""
+"""Images in a forest: prefixes merge by pixels, and parts of forests keep the table."""
 
 import pickle
 

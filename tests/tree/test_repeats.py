@@ -1,4 +1,4 @@
-"""Why sharing was lost: position, the two tokens and the repeated tokens, against a slow reference."""
+"""Lost sharing is explained by position, two tokens and the repeated tokens, and agrees with a slow reference."""
 
 import random
 
@@ -66,7 +66,7 @@ def test_a_repeat_that_forks_counts_both_sides_once() -> None:
     base = [1, 2, *RUN, *OTHER_RUN]
     edited = [1, 3, *RUN]
     found = losses([base, [1, 2, *RUN, *RUN], [*edited, *OTHER_RUN], [*edited, *RUN]])
-    # RUN and OTHER_RUN of the edited side, and its second RUN, which the second branch has at the same place.
+    # RUN and OTHER_RUN of the edited side, and its second RUN, which the second branch has at the same position.
     assert found.num_repeated_tokens == 120
     assert {(d.position, d.token, d.other_token) for d in found.divergences} == {(1, 3, 2)}
 
@@ -101,7 +101,7 @@ def test_nothing_has_no_losses() -> None:
 
 
 def spliced(seed: int) -> list[list[list[int]]]:
-    """Forests of sequences that are put together from a few chunks, so that grams repeat in every way."""
+    """Return forests of sequences joined from a few chunks, so that grams repeat in every way."""
     rng = random.Random(seed)
     chunks = [[rng.randrange(50) for _ in range(rng.choice([1, 4, 12, 20, 30]))] for _ in range(5)]
 
@@ -148,7 +148,7 @@ def pairs_of(found: Losses) -> dict[tuple[int | None, int | None], int]:
 
 
 def test_what_goes_on_in_another_branch_counts_against_that_one() -> None:
-    # The third branch repeats the first one's run and then what only the second one has after the end of that run.
+    # The third branch repeats the first one's run, then a continuation of that run that only the second branch has.
     found = losses([[1, 2, *RUN], [1, 4, *RUN[-20:], 77, *OTHER_RUN], [1, 3, *RUN, 77, *OTHER_RUN]])
     assert pairs_of(found) == {(4, 2): 20, (3, 2): 40, (3, 4): 41}
 

@@ -48,7 +48,6 @@ def branching(*forests: Forest) -> Branching:
 
 
 def prefixes(sequences: list[list[int]]) -> set[tuple[int, ...]]:
-    """The distinct paths of a forest, one per token."""
     return {tuple(sequence[: i + 1]) for sequence in sequences for i in range(len(sequence))}
 
 
@@ -107,13 +106,13 @@ def test_flops_are_counted_by_the_formula_written_out():
 def test_the_benchmark_cases_have_their_known_bounds(sequences, token_bound, flop_bound):
     result = bounds(sequences)
     assert result.token_bound == token_bound
-    # The known figures are cut, not rounded, after the second decimal.
+    # The known figures are truncated, not rounded, after the second decimal.
     assert flop_bound <= result.flop_bound < flop_bound + 0.01
 
 
 @given(sequence_lists)
 def test_the_flop_bound_lies_between_the_bounds_of_tokens_and_of_pairs(sequences):
-    # FLOPs are a sum of both, with the same weights on either side.
+    # FLOPs are a sum of both, with the same weights for forest and flat batch.
     forest = Forest.from_sequences(sequences)
     pairs = max(1, flat_work(forest.branch_length).num_pairs) / max(1, visible_pairs(forest))
     result = bounds(sequences)

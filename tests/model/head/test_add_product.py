@@ -1,4 +1,4 @@
-"""The gradient of a head's weight is summed over chunks of rows, in float32 also where the factors have 16 bits."""
+"""The gradient of a head's weight is summed over chunks of rows, in float32 even if the factors have 16 bits."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from treering.model import logits as linear
 
-# Total, factors, and how the product may be rounded before it is added.
+# Dtype of the total, dtype of the factors, and the tolerated rounding of the product before it is added.
 DTYPES = [
     (torch.float32, torch.float32, 1e-6),
     (torch.float64, torch.float64, 1e-15),
@@ -36,7 +36,7 @@ def test_a_product_is_added_in_the_dtype_of_the_total(wide: torch.dtype, narrow:
 
 
 class Calls(TorchDispatchMode):
-    """Which operations torch runs, and the tensors that they return."""
+    """Record the operations that torch runs and the tensors that they return."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""On a device a linear head runs on kernels, and gives the scores and gradients of a softmax in float64."""
+"""On a device a linear head runs on kernels and gives the scores and gradients of a float64 softmax."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from treering.model.scoring import score_rows
 from treering.model.three_pass import has_kernels
 
 pytestmark = pytest.mark.gpu
-# A weight's relative error is the absolute one of its logit; in 16 bits weights, rows and gradients are rounded too.
+# A weight's relative error is its logit's absolute error. In 16 bits weights, rows and gradients are rounded too.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 
 

@@ -1,4 +1,4 @@
-"""The kernels of a head compile for the GPU that they target; the interpreter, which is Python, accepts much more."""
+"""The head's kernels compile for their target GPU, which accepts less than the interpreter."""
 
 import pytest
 
@@ -10,5 +10,5 @@ def test_every_kernel_of_a_head_compiles_and_keeps_what_is_no_number() -> None:
     compiled = compiled_by("tests.model.head.compiled_kernels")
     assert len(compiled) == 3 * (3 + 1)
     assert all(kernel["shared_bytes"] <= SHARED_BYTES and not kernel["has_local_memory"] for kernel in compiled)
-    # A maximum of a GPU drops a NaN unless it is told not to; the interpreter's is another.
+    # By default a GPU's maximum drops NaN, unlike the interpreter's.
     assert all(kernel["keeps_nan"] for kernel in compiled)

@@ -1,4 +1,4 @@
-"""The kernels of a head, in triton's interpreter, equal a softmax in float64: scores, and each input's gradient."""
+"""The head's kernels, in triton's interpreter, equal a float64 softmax in scores and every input's gradient."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ kernels = pytest.importorskip("treering.model.head_kernels")
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="the kernels are compiled here")
 
 NUM_ROWS, SIZE = 7, 12
-# More than a block of the interpreter's, and no multiple of it.
+# More than a block of the interpreter, and not a multiple of it.
 VOCAB = kernels.BLOCK + 45
 ROW_OF = np.array([0, 0, 0, 1, 3, 3, 4, 6], np.int64)
 # Row 3 scores one token twice.
@@ -36,9 +36,9 @@ def inputs(*, with_bias: bool = True, dtype: torch.dtype = torch.float32) -> lis
     rows = torch.randn(NUM_ROWS, SIZE, generator=generator)
     weight = torch.randn(VOCAB, SIZE, generator=generator)
     bias = torch.randn(VOCAB, generator=generator)
-    # A sure token: of its gradient two parts nearly cancel.
+    # A certain token: two parts of its gradient nearly cancel.
     weight[3] = rows[4] * 4
-    # A block of tokens that the model hides.
+    # The model hides most of a block of tokens.
     bias[: kernels.BLOCK - 40] += torch.where(torch.arange(kernels.BLOCK - 40) > 20, -float("inf"), 0.0)
     return [tensor.to(dtype).requires_grad_() for tensor in ([rows, weight, bias] if with_bias else [rows, weight])]
 
@@ -78,7 +78,7 @@ def test_scores_and_gradients_are_those_of_a_softmax(
         loss = torch.stack([(factors.to(side[i]) * side[i]).sum() for i in chosen]).sum()
         return [gradient.double().nan_to_num() for gradient in torch.autograd.grad(loss, leaves)]
 
-    # What the head of other devices loses in float32, which also takes weights from logits and log-sum-exps.
+    # Allow the error of the float32 head of other devices, which also computes weights from logits and log-sum-exps.
     plain = inputs(with_bias=with_bias)
     others = scores(plain, LinearRows, temperature=temperature, max_rows=max_rows, entropy_of="all")
     sides = (got, tensors), (others, plain), (wanted, exact)
@@ -126,7 +126,7 @@ def test_a_loss_and_its_gradients_are_those_of_a_softmax_and_logits_are_computed
     factors = torch.linspace(-1.0, 2.0, ROW_OF.size)
 
     def loss_of(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        # No gradient of it is known before the log-probabilities and entropies are.
+        # The gradient depends on the log-probabilities and entropies, so it is unknown before them.
         return (factors[at].to(logprobs.dtype) * (0.1 * logprobs).exp() + 0.3 * entropy.square()).sum()
 
     tensors = inputs()
@@ -167,7 +167,7 @@ def test_a_row_without_a_distribution_has_no_number_and_changes_no_other(upstrea
     for row, (token, value) in enumerate([(0, inf), (last, inf), (3, torch.nan), (last, torch.nan)]):
         logits[row, token] = value
     logits[4] = -inf
-    # A block that is hidden but for one NaN, a row whose scored token is hidden, and an ordinary one.
+    # A block hidden except for one NaN, a row whose scored token is hidden, and an ordinary row.
     logits[5, : kernels.BLOCK] = -inf
     logits[5, 2] = torch.nan
     logits[6, 9] = -inf
@@ -202,7 +202,7 @@ def test_chunks_have_stable_sizes_that_never_grow_in_a_step(monkeypatch: pytest.
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
         return rows_at_once(torch.device("cuda"), torch.bfloat16, torch.Size([151_936, 2048]))
 
-    # 2 bytes a logit, of an eighth of what is left beside the sum in float32 and its copy in bfloat16.
+    # Each logit takes 2 bytes of an eighth of the memory left after the float32 sum and its bfloat16 copy.
     def free_for(rows: int) -> int:
         return rows * 151_936 * 2 * 8 + 151_936 * 2048 * 6
 

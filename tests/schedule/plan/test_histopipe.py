@@ -16,7 +16,7 @@ LAW = "lognormal:8.2,0.8,16384"
 
 
 def case(num_rollouts, num_slots, seed, *, num_workers=32, num_steps=12):
-    """The small model: steps of 20 + 0.05 s a row, and updates of 7 % of the work."""
+    """Return a trace and a cluster: decoding steps of 20 + 0.05 s per row, updates of 7 % of the work."""
     run = synthetic_trace(LAW, num_steps=num_steps, num_rollouts=num_rollouts, seed=seed)
     where = cluster(num_workers, num_slots, max_tokens=16384, step_s=20.0, row_s=0.05)
     return run, with_training(where, run, 0.07)
@@ -40,7 +40,6 @@ def test_it_comes_near_the_bound_whichever_rules(num_rollouts, num_slots, of_bou
 
 
 def with_predictions(run, distorted):
-    """The trace with the predictions of each step changed."""
     steps = [
         replace(step, forecast=replace(step.forecast, lengths=distorted(step.forecast.lengths))) for step in run.steps
     ]
@@ -93,8 +92,8 @@ def test_it_plans_when_a_step_first_comes_out_and_less_often_while_the_plan_stay
     monkeypatch.setattr("treering.schedule.histopipe.search", search)
     policy = HistoPipe(replan_every=3)
     simulate(policy, run, workers=where)
-    # Step 3 is the first that knows how step 1 came out; the searches of steps 6 and 12 leave the plan, so the next are
-    # 6 and 12 later. That of step 24 finds another.
+    # Step 3 is the first to know the outcome of step 1. The searches of steps 6 and 12 keep the plan, so the next ones
+    # come 6 and 12 steps later. Step 24 finds another plan.
     assert planned == [1, 3, 6, 12, 24]
     assert policy.choices == ("other",) * 2 + ("same",) * 21 + ("other",) * 2
 
@@ -114,7 +113,8 @@ def test_another_plan_is_known_for_its_own_times_only(monkeypatch):
         policy.assign(
             PlanRequest(step=step, cluster=replace(where, latency=latency), forecasts=(run.steps[0].forecast,))
         )
-    # 1.7 lies between two that have the other plan. What is known of that says nothing of the first one, found again.
+    # 1.7 lies between two times with the same plan, so it needs no search. When another plan is found, the known times
+    # are forgotten, so 1.0 and 1.5 are searched again.
     assert asked == [factor * seconds for factor in (1.0, 2.0, 1.5, 1.0, 1.5)]
 
 
@@ -137,7 +137,7 @@ def test_odd_clusters_are_placed_whole(num_workers, num_slots, staleness):
 
 
 def test_another_object_goes_on_with_a_state_and_the_latest_steps():
-    """Law 8: from its state, and told the latest steps again, a policy plans as the one that was not left."""
+    """Law 8: a policy that loads a state and learns the latest steps again plans like one that never stopped."""
     run, where = case(64, 8, 3, num_workers=4, num_steps=9)
     whole, left = HistoPipe(replan_every=3), HistoPipe(replan_every=3)
 

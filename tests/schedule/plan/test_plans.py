@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(lambda values
 
 def test_of_equal_lengths_every_prompt_is_probed_before_its_group_goes_on():
     assert longest_first(np.full(4, 7.0), np.array([0, 0, 1, 1])).tolist() == [0, 2, 1, 3]
-    # Prompts need not stand together, nor count from 0.
+    # Prompts need not be adjacent or count from 0.
     assert longest_first(np.full(5, 7.0), np.array([9, 4, 9, 9, 4])).tolist() == [0, 1, 2, 4, 3]
     assert longest_first(np.array([7.0, 7.0, 8.0, 7.0]), np.array([0, 0, 0, 1])).tolist() == [2, 0, 3, 1]
 
@@ -24,7 +24,7 @@ def test_equal_counts_differ_by_one_rollout_at_most(lengths, num_groups):
     sizes = np.bincount(groups, minlength=num_groups)
     assert sizes.max() - sizes.min() <= 1
     assert sizes.size == num_groups
-    # Ranges: no rollout is longer than one of a group before.
+    # Groups are ranges: no rollout is longer than any of the group before.
     assert (np.diff(groups[longest_first(lengths)]) >= 0).all()
 
 
@@ -76,7 +76,7 @@ def test_a_worker_with_short_rollouts_has_long_ones_next():
     )
     means = [np.array([lengths[share.workers == w].mean() for w in range(10)]) for share in (odd, even)]
     assert (np.diff(means[0]) > 0).all()
-    # The same shares, from the other end.
+    # Step 4 deals the same shares from the other end.
     assert even.workers.tolist() == (9 - odd.workers).tolist()
     assert means[0].tolist() == means[1][::-1].tolist()
 

@@ -57,7 +57,7 @@ def test_large_clusters_are_planned_for_by_a_sample(num_workers, num_rollouts, p
     assert problem.cluster.num_workers == planned
     sampled = problem.traces[0].steps[0].forecast.lengths
     assert sampled.size == round(num_rollouts * planned / num_workers)
-    # As many rollouts a worker, and alike in all quantiles.
+    # The sample has as many rollouts per worker and similar quantiles.
     assert np.quantile(sampled, [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(lengths, [0.1, 0.5, 0.9]), rel=0.04)
 
 
@@ -76,7 +76,7 @@ def test_the_plan_is_as_good_as_any_plain_one_on_draws_that_it_was_not_chosen_by
 
     found = search(problem)
     assert total(found) <= min(total(plan) for plan in plain_plans(problem.cluster)) * (1 + 1e-9)
-    # What is there already stays where it is as good, whatever it is called.
+    # The current plan stays if it is as good, whatever its name.
     assert search(problem, found) == found
     bad = PlacementPlan(name="bad", placing="equal_counts", num_turns=2, moving="drain")
     assert total(bad) > 1.01 * total(found)
@@ -89,7 +89,7 @@ def seconds(plan, problem):
 
 @pytest.fixture(scope="module")
 def apart():
-    """A few long rollouts rule."""
+    """Return a problem in which a few long rollouts determine the time."""
     return search_problem(
         plan_request(cluster_of(), np.append(np.full(60, 20.0), [480.0] * 4)), CalibratedLengths(0.0), seed=0
     )
@@ -97,7 +97,7 @@ def apart():
 
 @pytest.fixture(scope="module")
 def alike():
-    """More rollouts than slots, and none of them long."""
+    """Return a problem with more rollouts than slots and no long rollouts."""
     return search_problem(plan_request(cluster_of(), np.full(72, 60.0)), CalibratedLengths(0.0), seed=0)
 
 
@@ -141,14 +141,14 @@ def test_a_plan_scales_with_the_cluster():
     assert rescaled(plan, 100, 32).num_long_workers == round(4 * 50 / 16)
     assert rescaled(plan, 32, 32) is plan
     assert rescaled(plan, 1000, 32).long_share == 0.2
-    # One worker at least for the others.
+    # At least one worker stays for the short rollouts.
     assert rescaled(PlacementPlan(name="long workers", long_share=0.2, num_long_workers=7), 3, 8).num_long_workers == 2
     plain = PlacementPlan(name="plain")
     assert rescaled(plain, 1000, 32) is plain
 
 
 def test_turns_do_not_look_free_where_no_update_was_seen():
-    """Two workers that are as fast as their rows: side by side, steps only put their updates one behind the other."""
+    """For two workers that are as fast as their rows, overlapping steps only queue their updates."""
     where = cluster(2, 16, max_tokens=64, step_s=1e-6, row_s=1.0)
     assert (
         search(

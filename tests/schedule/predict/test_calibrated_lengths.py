@@ -30,7 +30,7 @@ def test_the_line_is_that_of_least_squares(slope, offset, seed):
     matrix = np.stack([np.log(predicted), np.ones(predicted.size)], axis=1)
     (a, b), *_ = np.linalg.lstsq(matrix, np.log(real), rcond=None)
     asked = np.exp(np.array([5.0, 6.0, 7.0]))
-    # The prior is 16 rollouts of 4,016, and pulls the slope by 0.4 % of its distance from 1.
+    # The prior counts as 16 of 4,016 rollouts and pulls the slope by 0.4 % of its distance from 1.
     assert np.log(calibrated.lengths(asked, 2**60)) == pytest.approx(np.clip(a * np.log(asked) + b, 0, None), abs=0.03)
     rest = np.log(real) - matrix @ (a, b)
     assert calibrated.sigma(asked) == pytest.approx(rest.std(), rel=0.03)
@@ -49,11 +49,11 @@ def test_worthless_predictions_become_one_length():
 
 def test_a_few_rollouts_weigh_no_more_than_the_prior_does():
     calibrated = CalibratedLengths()
-    # Four rollouts say that predictions are reversed; 16 of the prior say that they are right.
+    # Four rollouts show reversed predictions; the prior counts as 16 rollouts with right ones.
     calibrated.learn(np.array([100.0, 400.0] * 2), np.array([400, 100] * 2))
     low, high = calibrated.lengths(np.array([100.0, 400.0]), CAP)
     assert low < high
-    # -4 and 16 parts of 20: a slope of 0.6 through the mean.
+    # The slope is (16 - 4) / 20 = 0.6, through the mean.
     assert (low, high) == pytest.approx((200 * 2**-0.6, 200 * 2**0.6))
 
 
@@ -88,7 +88,7 @@ def test_before_anything_was_seen_drawn_lengths_are_normal_in_the_logarithm():
     predicted = np.exp(np.random.default_rng(0).normal(6, 0.8, 20_000))
     drawn = CalibratedLengths(0.3).draw(predicted, 2**60, np.random.default_rng(1))
     errors = np.log(drawn / predicted)
-    # Standard errors over 20,000: 0.002 of the mean, 0.0015 of the spread.
+    # Standard errors over 20,000 draws: 0.002 for the mean, 0.0015 for the standard deviation.
     assert errors.mean() == pytest.approx(0, abs=0.01)
     assert errors.std() == pytest.approx(0.3, abs=0.01)
     assert np.mean(errors < -0.6) == pytest.approx(0.0228, abs=0.005)
@@ -102,7 +102,8 @@ def test_rollouts_that_ended_early_end_early_again_and_the_others_do_not():
     calibrated.learn(predicted, np.rint(np.where(is_early, predicted / 5, predicted)).astype(np.int64).clip(1))
     asked = predictions(20_000, 9).clip(300)
     shares = calibrated.draw(asked, CAP, np.random.default_rng(5)) / asked
-    # But for the prior's 16 of 8,016. Standard errors of 0.2 among 8,000: 0.0045; lengths are rounded by 1 % at most.
+    # The prior counts as 16 of 8,016 rollouts. The standard error of 0.2 among 8,000 is 0.0045; rounding changes
+    # lengths by at most 1 %.
     assert np.mean(np.abs(5 * shares - 1) < 0.05) == pytest.approx(0.2, abs=0.015)
     assert np.mean(np.abs(shares - 1) < 0.05) == pytest.approx(0.8, abs=0.015)
 
@@ -115,10 +116,10 @@ def test_normal_errors_are_drawn_normally_and_anew():
     random = np.random.default_rng(1)
     errors = 0.4 * random.standard_normal(8000) - 0.1
     found = drawn(PredictionErrors(random.standard_normal(8000), errors), random.standard_normal(50_000))
-    # Of 250 errors a bin the median is off by 1.25 x 0.4 / sqrt(250), and over 32 bins by a sixth of that.
+    # The median of 250 errors per bin is off by 1.25 x 0.4 / sqrt(250), and over 32 bins by a sixth of that.
     assert found.mean() == pytest.approx(-0.1, abs=0.02)
     assert found.std() == pytest.approx(0.4, rel=0.05)
-    # 3 of 1,000 normal ones lie beyond 3 spreads and are kept as they were; all others are new.
+    # 3 of 1,000 normal errors lie beyond three standard deviations and are reused; all others are new.
     assert np.isin(found, errors).mean() < 0.01
 
 
@@ -148,6 +149,6 @@ def test_what_reached_the_limit_does_so_again_as_often():
     found = drawn(PredictionErrors(random.standard_normal(6400), errors), random.standard_normal(20_000))
     assert np.isinf(found).mean() == pytest.approx(0.6, abs=0.02)
     assert found[np.isfinite(found)].std() == pytest.approx(0.1, rel=0.1)
-    # Those below it speak for a normal law of their own.
+    # The finite errors have their own normal distribution.
     assert np.isin(found[np.isfinite(found)], errors).mean() < 0.02
     assert np.isinf(drawn(PredictionErrors(np.zeros(3), np.full(3, np.inf)), np.zeros(5))).all()

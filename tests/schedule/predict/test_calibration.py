@@ -9,10 +9,10 @@ def test_figures_of_three_predictions_are_those_by_hand():
     report = calibrate([100.0, 100.0, 400.0], [200, 50, 400])
     assert report.num_rollouts == 3
     assert report.bias == pytest.approx(0.0)
-    # Errors log 2, -log 2 and 0.
+    # The errors are log 2, -log 2 and 0.
     assert report.sigma == pytest.approx(np.log(2) * np.sqrt(2 / 3))
     assert report.coverage == pytest.approx(2 / 3)
-    # Ranks 1, 1, 2.5 against 1.5, 0.5, 2.5: deviations -.5, -.5, 1 and 0, -1, 1.
+    # Ranks 1, 1, 2.5 and 1.5, 0.5, 2.5 deviate from their means by -.5, -.5, 1 and 0, -1, 1.
     assert report.spearman == pytest.approx(1.5 / np.sqrt(1.5 * 2.0))
 
 
@@ -26,7 +26,7 @@ def test_the_correlation_is_that_of_order_alone():
 def test_groups_have_equal_size_and_equal_values_share_one():
     assert np.bincount(rank_groups(np.random.default_rng(0).permutation(40), 8)).tolist() == [5] * 8
     groups = rank_groups([1, 9, 9, 9, 9, 9, 9, 9], 4)
-    # Ranks from 1 to 8 of the nines: 4.5 of 8 is in the third of four groups.
+    # The nines span ranks 1 to 8, and the middle, 4.5 of 8, is in the third of four groups.
     assert groups.tolist() == [0, *[2] * 7]
 
 

@@ -42,7 +42,7 @@ def test_a_predictor_goes_on_from_its_state():
         whole.observe(prompt, lengths)
     for prompt, lengths in steps[:6]:
         first.observe(prompt, lengths)
-    # As a checkpoint keeps it: text, which later observations cannot reach.
+    # Convert the state to text, as a checkpoint does, so that later observations cannot change it.
     state = json.loads(json.dumps(first.state()))
     first.observe(0, np.array([7]))
     resumed = LengthPredictor(guess=500.0)

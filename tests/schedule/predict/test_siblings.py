@@ -11,7 +11,7 @@ def expect(running, finished, *, ratios=(1.0,), predicted=100.0, max_tokens=10_0
 
 def test_before_anything_has_ended_it_is_the_mean_of_what_was_predicted():
     assert expect([0, 0, 0], [], ratios=[0.5, 1.0, 1.5]) == pytest.approx([100.0] * 3)
-    # Of 50, 100 and 150 only the last two lie beyond 60, and only the last beyond 100.
+    # Only 100 and 150 of the three predictions exceed 60, and only 150 exceeds 100.
     assert expect([60], [], ratios=[0.5, 1.0, 1.5]) == pytest.approx([125.0])
     assert expect([100], [], ratios=[0.5, 1.0, 1.5]) == pytest.approx([150.0])
 
@@ -20,16 +20,16 @@ def test_a_sibling_that_runs_on_makes_those_behind_it_longer():
     alone = expect([0], [], ratios=[1.0, 10.0])
     beside = expect([0, 900], [], ratios=[1.0, 10.0])
     assert alone == pytest.approx([550.0])
-    # At 100 a weight of 1 ends of the 1 + 1 + 1 that came so far, at 1,000 all the rest.
+    # At 100, a weight of 1 of the 3 that got so far ends; at 1,000 the rest does.
     assert beside == pytest.approx([100 / 3 + 1000 * 2 / 3, 1000.0])
 
 
 def test_what_outruns_everything_known_has_as_much_before_it():
     assert expect([300], []) == [600.0]
-    # The longest is still running: the others may come as far.
+    # The longest still runs, so the others may get as far.
     [short, long] = expect([50, 300], [])
     assert long == 600.0
-    # At 100 a weight of 2 of 3 ends; the rest ends where the longest does.
+    # At 100, a weight of 2 of 3 ends; the rest ends where the longest does.
     assert short == pytest.approx(100 * 2 / 3 + 600 / 3)
 
 

@@ -1,4 +1,4 @@
-"""The best of all assignments and orders of a small run, found by trying them all."""
+"""Find the best assignment and order of a small run by trying all of them."""
 
 from itertools import permutations, product
 
@@ -6,7 +6,7 @@ from tests.schedule.simulator import token_by_token
 
 
 def makespan(steps, *, num_workers, token_s, staleness, training_s=0.0):
-    """The least seconds of a run of one or two steps, lists of lengths, without moves."""
+    """Return the shortest time of a run of one or two steps, given as lists of lengths, without moves."""
     found = []
     for free, sampled in _outcomes(steps[0], (0.0,) * num_workers, token_s):
         trained = sampled + training_s
@@ -20,7 +20,7 @@ def makespan(steps, *, num_workers, token_s, staleness, training_s=0.0):
 
 
 def _outcomes(lengths, starts, token_s):
-    """When workers and the step can end."""
+    """Return the possible end times of the workers and of the step."""
     spans, found = _spans(lengths, token_s), set()
     for split in product(range(len(starts)), repeat=len(lengths)):
         shares = [frozenset(r for r, w in enumerate(split) if w == worker) for worker in range(len(starts))]
@@ -31,7 +31,7 @@ def _outcomes(lengths, starts, token_s):
 
 
 def _spans(lengths, token_s):
-    """By set of rollouts: how long a worker can take for them, over all orders."""
+    """Map each set of rollouts to the times that a worker can take for them, over all orders."""
     found = {frozenset(): {0.0}}
     for size in range(1, len(lengths) + 1):
         for order in permutations(range(len(lengths)), size):

@@ -22,14 +22,14 @@ def test_the_longest_rollout_has_the_fastest_batch_for_itself():
 
 @pytest.mark.parametrize(
     ("staleness", "expected"),
-    # Chains of the longest, 100, 10, 50 and 20 s, with updates of 5 s each; the work of all is 90 s.
+    # Chains of the longest rollouts, 100, 10, 50 and 20 s, with updates of 5 s each; the total work is 90 s.
     [(0, 180 + 20), (1, 150 + 10), (2, 120 + 10), (3, 105), (9, 105)],
 )
 def test_steps_that_wait_for_each_other_follow_each_other(staleness, expected):
     run = trace([100], [10], [50], [20])
     latency = linear_latency(step_s=1.0, row_s=0.0, training_s=5.0)
     assert bound_s(run, cluster(2, 1, staleness=staleness, latency=latency)) == expected
-    # Each chain counts, not that of the first step alone.
+    # Every chain counts, not only the one that starts at the first step.
     if staleness:
         later = trace([1], [100], [10], [50], [20])
         assert bound_s(later, cluster(2, 1, staleness=staleness, latency=latency)) == expected

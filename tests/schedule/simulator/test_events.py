@@ -7,7 +7,7 @@ from treering.schedule.migration import CONSOLIDATE, DRAIN, MAX_MOVES, OFF
 from treering.schedule.simulated_step import Rules, StepRollouts, run_step
 from treering.schedule.turns import Turns
 
-# Whole seconds, so that a sum and a product of them are the same float.
+# Whole seconds, so that sums and products are exact floats.
 SECONDS = st.integers(1, 5).map(float)
 
 
@@ -28,13 +28,13 @@ def rules_of(token_s, *, prefill_s=0.0, max_tokens=1000, stealing=False, moving=
 
 @st.composite
 def steps(draw, longest=9):
-    """Queues of rollouts with lengths, predicted lengths, prompts, times and starts."""
+    """Draw queues of rollouts with lengths, predicted lengths, prompts, times and starts."""
     num_workers, num_rollouts = draw(st.integers(1, 4)), draw(st.integers(1, 10))
     queues = [[] for _ in range(num_workers)]
     for rollout in draw(st.permutations(range(num_rollouts))):
         queues[draw(st.integers(0, num_workers - 1))].append(rollout)
     lists = [draw(st.lists(st.integers(1, longest), min_size=num_rollouts, max_size=num_rollouts)) for _ in range(3)]
-    # Any curve: faster with more rows, too, as speculation can make it.
+    # The curve may fall with more rows, as speculation allows.
     token_s = [0.0, *draw(st.lists(SECONDS, min_size=1, max_size=3))]
     starts = draw(st.lists(st.integers(0, 20).map(float), min_size=num_workers, max_size=num_workers))
     return queues, *lists, token_s, starts, float(draw(st.integers(0, 2)))
@@ -70,7 +70,7 @@ def test_stealing_takes_the_first_of_the_longest_queue(step):
 @given(steps(longest=60), st.sampled_from([DRAIN, CONSOLIDATE]), st.booleans())
 def test_moves_lose_no_rollout_and_gain_no_token(step, moving, stealing):
     queues, lengths, predicted, prompts, token_s, starts, prefill_s = step
-    # Few predicted tokens, so that many rollouts outgrow them.
+    # Predict few tokens, so that many rollouts outgrow them.
     predicted = [1 + one / 10 for one in predicted]
     work, num_rollouts = work_of(queues, lengths, predicted, prompts), len(lengths)
     rules = rules_of(token_s, prefill_s=prefill_s / 100, max_tokens=60, stealing=stealing, moving=moving)
@@ -96,7 +96,10 @@ def test_moves_do_happen_in_such_steps():
 
 
 def outgrown(moving, *, prefill_s=0.0, first=(12, 100, 100, 100)):
-    """Worker 0 expected 10 tokens each; worker 1 runs one rollout and worker 2 two, all expected to have 300."""
+    """Run worker 0 with 10 expected tokens per rollout.
+
+    Workers 1 and 2 run one and two rollouts, each expected to take 300 tokens.
+    """
     queues = [[0, 1, 2, 3][: len(first)], [4], [5, 6]]
     lengths = [*first, *[0] * (4 - len(first)), 200, 200, 300]
     predicted = [10, 10, 10, 10, 300, 300, 300]
@@ -108,7 +111,7 @@ def test_an_outlier_moves_to_the_emptiest_worker_of_longer_ones_where_it_ends_so
     stays, moves = outgrown(OFF), outgrown(DRAIN)
     # 12 tokens at 4 s, then 88 at 3 s.
     assert stays.finished[1:4].tolist() == [312] * 3
-    # After 48 s one of the three moves to worker 1, and both run two rollouts: 88 tokens at 2 s on either.
+    # After 48 s one of the three moves to worker 1. Both workers run two rollouts then: 88 tokens at 2 s on either.
     assert moves.num_moved == 1
     assert moves.finished[1:4].tolist() == [224] * 3
     assert (stays.finished[4], moves.finished[4]) == (200, 288)
@@ -117,7 +120,7 @@ def test_an_outlier_moves_to_the_emptiest_worker_of_longer_ones_where_it_ends_so
 
 def test_a_move_prefills_what_the_rollout_has_while_its_worker_decodes_nothing():
     moves = outgrown(DRAIN, prefill_s=0.125)
-    # 12 tokens take 1.5 s there.
+    # The prefill of 12 tokens takes 1.5 s.
     assert moves.num_moved == 1
     assert moves.finished[[2, 3]].tolist() == [224] * 2
     assert moves.finished[1] == 225.5
@@ -130,11 +133,11 @@ def test_the_last_outlier_of_a_share_leaves_for_the_fullest_worker_and_frees_its
     for moving in (OFF, DRAIN):
         rules = rules_of([0, 1, 2, 3, 4], max_tokens=320, moving=moving)
         found[moving] = run_step(np.zeros(3), work_of(queues, lengths, predicted), rules)
-    # Alone it would end after 36 + 88 s; on any other worker later.
+    # If it stays, it ends after 36 + 88 s; on any other worker it ends later.
     assert found[OFF].ends[0] == 124
     assert (found[DRAIN].ends[0], found[DRAIN].num_moved) == (36, 1)
     assert found[DRAIN].counts.tolist() == [2, 1, 3]
-    # Worker 2 had 18 tokens then; three rollouts take 3 s a token.
+    # Worker 2 had 18 tokens by then; three rollouts take 3 s per token.
     assert found[DRAIN].finished[2] == 36 + 88 * 3
 
 
@@ -152,7 +155,7 @@ def test_a_worker_gives_the_last_tenth_of_its_share_to_the_one_that_has_the_most
 
 
 def test_a_tail_stays_where_its_prefill_takes_as_long_as_the_worker_would_be_held():
-    # 88 s of an own worker, for 1.25 times the prefill of 12 tokens.
+    # Moving frees 88 s of a worker and costs 1.25 times the prefill of 12 tokens.
     assert gathered(88 / 15 - 0.01).num_moved == 1
     assert gathered(88 / 15 + 0.01).num_moved == 0
 
@@ -161,13 +164,13 @@ def test_slots_that_moves_leave_are_filled_at_once():
     queues, lengths = [[0, 1, 2, 3, 4], [5]], [12, 100, 100, 100, 50, 300]
     work = work_of(queues, lengths, [10, 10, 10, 10, 10, 300])
     outcome = run_step(np.zeros(2), work, rules_of([0, 1, 2, 3], max_tokens=320, moving=DRAIN))
-    # After 36 s rollout 0 ends, 3 starts, 1 moves, and 4 starts: 50 tokens at 3 s. The last of the worker moves too.
+    # After 36 s rollout 0 ends, 3 starts, 1 moves, and 4 starts: 50 tokens at 3 s. The worker's last rollout moves too.
     assert outcome.num_moved == 2
     assert outcome.finished[[0, 4]].tolist() == [36, 186]
 
 
 def test_a_rollout_moves_with_tails_a_few_times_and_then_stays():
-    """Worker k has 20 rollouts of 100 (k + 1) tokens; one of worker 0 is long, and every tail would take it along."""
+    """Worker k has 20 rollouts of 100 (k + 1) tokens; one of worker 0 is long and would move with every tail."""
     queues = [list(range(20 * k, 20 * (k + 1))) for k in range(8)]
     lengths = [100 * (k + 1) for k in range(8) for _ in range(20)]
     lengths[0] = 5000

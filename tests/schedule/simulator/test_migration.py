@@ -11,7 +11,7 @@ def saved(generated, *, predicted=8000.0, max_tokens=16384.0, here=128, there=39
 
 
 def test_the_example():
-    # 2,500 more tokens at 26.4 instead of 22.0 s, for a prefill of 10,000 tokens.
+    # 2,500 more tokens at 22.0 instead of 26.4 s, for a prefill of 10,000 tokens.
     assert saved(10_000) == pytest.approx(2500 * 4.4 - 1.25 * 1000)
 
 
@@ -21,12 +21,12 @@ def test_what_keeps_to_its_prediction_stays():
 
 
 def test_what_has_outgrown_its_prediction_by_more_is_taken_to_go_on_for_as_long():
-    # 4,000 over a prediction of 6,000: as many to go, not a quarter of 10,000.
+    # The rollout is 4,000 beyond a prediction of 6,000, so 4,000 more are expected, not a quarter of 10,000.
     assert saved(10_000, predicted=6000.0, prefill_s=0.0) == pytest.approx(4000 * 4.4)
 
 
 def test_a_move_saves_more_than_it_costs_by_a_margin():
     costs = 2500 * 4.4 / HYSTERESIS / 10_000
     assert saved(10_000, prefill_s=costs * 1.001) < 0 < saved(10_000, prefill_s=costs * 0.999)
-    # The prompt is prefilled, too.
+    # The prompt is prefilled too.
     assert saved(10_000, context=20_000) == pytest.approx(2500 * 4.4 - 1.25 * 2000)

@@ -16,7 +16,7 @@ from treering.schedule.traces import Trace, TraceStep
 
 
 class Fixed(Policy):
-    """Says what it was told to say, and remembers what it was told."""
+    """Policy that returns fixed assignments and records its calls."""
 
     def __init__(self, *assignments):
         self._assignments = list(assignments)
@@ -39,7 +39,7 @@ def alone(num_rollouts, worker=0):
 
 
 def random_run(seed, *, num_steps=6, num_rollouts=40):
-    """A trace with noise and prompts, and a cluster where everything takes time."""
+    """Return a trace with noise and prompts, and a cluster with nonzero latencies."""
     rng = np.random.default_rng(seed)
     steps = []
     for _ in range(num_steps):
@@ -59,7 +59,7 @@ def test_what_holds_for_every_run(name, seed):
     run, where = random_run(seed)
     timeline = simulate(make_policy(name), run, workers=where)
     num_rollouts = sum(step.num_rollouts for step in run.steps)
-    # Nothing beats the bound, and the figures are those of the spans.
+    # Nothing beats the bound, and the totals match the spans.
     assert timeline.bound_s <= timeline.makespan_s * (1 + 1e-12)
     assert timeline.num_rollouts.sum() == num_rollouts
     assert timeline.num_tokens == sum(int(step.lengths.sum()) for step in run.steps)
@@ -71,7 +71,7 @@ def test_what_holds_for_every_run(name, seed):
         assert timeline.ended_s[mine & (timeline.num_rollouts > 0)].max() == pytest.approx(timeline.sampled_s[step - 1])
         before = timeline.trained_s[step - 2] if step > 1 else 0.0
         assert timeline.trained_s[step - 1] == max(before, timeline.sampled_s[step - 1]) + 50
-        # Weights are there before the first rollout, and loaded.
+        # The weights are there and loaded before the first rollout.
         version = where.version_of(step)
         opened = timeline.trained_s[version - 1] + 10 if version else 0.0
         assert (timeline.started_s[mine] >= opened).all()
@@ -83,7 +83,7 @@ def test_what_holds_for_every_run(name, seed):
 
 
 def test_a_run_by_hand():
-    # Worker 0 runs [4, 2] of the first step and nothing of the second; worker 1 the rest.
+    # Worker 0 runs lengths 4 and 2 of the first step and nothing of the second; worker 1 runs the rest.
     first = Assignment(workers=[0, 0, 1], order=[0, 1, 2])
     second = Assignment(workers=[1, 1, 1], order=[0, 1, 2])
     run = trace([4, 2, 1], [3, 3, 3], [1])
@@ -91,8 +91,8 @@ def test_a_run_by_hand():
     policy = Fixed(first, second, alone(1))
     timeline = simulate(policy, run, workers=cluster(2, 2, latency=latency))
     spans = [timeline.workers, timeline.steps, timeline.started_s, timeline.ended_s, timeline.num_rollouts]
-    # Two rows take 2 s a token, one 1.5 s: 4 + 3 s, then 1.5 s; the second step has two at 6 s and one at 4.5 s. The
-    # third waits for the weights after the first, and loads them.
+    # A token takes 2 s with two rows and 1.5 s with one: 4 + 3 s, then 1.5 s. In the second step two rollouts take 6 s
+    # and one 4.5 s. The third step waits for the weights of the first and loads them.
     assert [span.tolist() for span in spans] == [
         [0, 1, 1, 0],
         [1, 1, 2, 3],
@@ -141,7 +141,7 @@ BASELINES = [name for name in POLICIES if name != "histopipe"]
 
 
 def small_case(steps, num_slots, staleness):
-    """A run, where it runs, and the best that it can take."""
+    """Return a trace, its cluster and the shortest possible time."""
     latency = linear_latency(step_s=1.0, row_s=0.5, training_s=2.0)
     where = cluster(2, num_slots, staleness=staleness, max_tokens=9, latency=latency)
     token_s = latency.token_s(num_slots).tolist()
@@ -175,7 +175,7 @@ def test_a_policy_is_told_what_is_believed_and_workers_take_what_is_true():
 def test_a_number_of_workers_stands_for_so_many_standard_ones():
     run = trace([400] * 512, [400] * 512, max_tokens=400)
     latency = linear_latency(step_s=20.0, row_s=0.05)
-    # Two workers of 128 slots at 26.4 s a step: an update takes 7 % of 512 x 400 tokens at 26.4 / 128 s, halved.
+    # Two workers of 128 slots take 26.4 s per step. An update takes 7 % of 512 x 400 tokens at 26.4 / 128 s, halved.
     training_s = 0.07 * 512 * 400 * 26.4 / 128 / 2
     spelt_out = Cluster(
         num_workers=2,
@@ -186,13 +186,13 @@ def test_a_number_of_workers_stands_for_so_many_standard_ones():
     )
     one, other = (simulate(make_policy("fifo"), run, workers=workers) for workers in (2, spelt_out))
     assert one.makespan_s == pytest.approx(other.makespan_s, rel=1e-12)
-    # Each worker runs 256 rollouts a step in two waves, both steps one after another, and trains the second alone.
+    # Each worker runs 256 rollouts per step in two waves, both steps in sequence; only the second update is not hidden.
     assert one.makespan_s == pytest.approx(4 * 400 * 26.4 + training_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(("num_steps", "num_slots", "staleness"), [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 1, 1)])
 def test_histopipe_is_near_the_exact_optimum(num_steps, num_slots, staleness):
-    """Of a step within Graham's bound of two workers."""
+    """Within Graham's bound of two workers for each step."""
     for seed in range(3):
         rng = np.random.default_rng(seed)
         steps = [rng.integers(1, 10, 6 - num_steps).tolist() for _ in range(num_steps)]

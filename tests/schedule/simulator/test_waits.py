@@ -1,4 +1,4 @@
-"""A rollout that waits frees its slot, waiting for nothing changes nothing, and no plan beats the bound."""
+"""A rollout that waits frees its slot, waits of 0 s change nothing, and no plan beats the bound."""
 
 from collections import deque
 from dataclasses import replace
@@ -21,7 +21,7 @@ from treering.schedule.turns import Turns, even_turns
 
 
 def outcome_of(queues, rollouts, num_slots):
-    """When each rollout ends, with a second for a token however many run."""
+    """Return when each rollout ends, at one second per token for any number of rows."""
     turns = Turns.of(rollouts)
     work = StepRollouts(
         np.cumsum([0, *map(len, queues)]),
@@ -35,7 +35,7 @@ def outcome_of(queues, rollouts, num_slots):
 
 
 def second_by_second(queues, rollouts, num_slots):
-    """The same by another way: every second each running rollout gains a token."""
+    """Compute the same end times in steps of one second."""
     ended = {}
     queues, back = [deque(queue) for queue in queues], [deque() for _ in queues]
     running = [{} for _ in queues]
@@ -46,7 +46,7 @@ def second_by_second(queues, rollouts, num_slots):
         while len(running[worker]) < num_slots and (back[worker] or queues[worker]):
             rollout = (back if back[worker] else queues)[worker].popleft()
             num_tokens, wait_s = left[rollout].popleft()
-            # Without waiting the next turn goes on in the same slot.
+            # Without a wait the next turn continues in the same slot.
             while wait_s == 0 and left[rollout]:
                 more, wait_s = left[rollout].popleft()
                 num_tokens += more

@@ -1,4 +1,4 @@
-"""One step of a cluster from the definition: each worker decodes a token for all that it runs, again and again."""
+"""Simulate one step of a cluster by definition: each worker decodes one token at a time for all its rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class Worker:
 
 
 def run(starts, queues: Sequence[Sequence[int]], lengths, token_s, *, prompts=None, prefill_s=0.0, steals=None):
-    """When each worker and each rollout ended, rollouts by worker, and how many were stolen.
+    """Return the ends of workers and rollouts, the rollouts per worker, and how many were stolen.
 
     `steals`: believed lengths, by which a worker without a queue takes the first of the queue with the most tokens.
     """
@@ -23,7 +23,7 @@ def run(starts, queues: Sequence[Sequence[int]], lengths, token_s, *, prompts=No
         active = [w for w in workers if w.has_share and (w.running or w.queue or (steals and _any_queue(workers)))]
         if not active:
             return [w.now for w in workers], [ended[rollout] for rollout in range(len(lengths))], counts, num_stolen
-        # min takes the first of those that tie: the lowest worker.
+        # min returns the first of equals, the lowest worker.
         worker = min(active, key=lambda w: w.now)
         while len(worker.running) < len(token_s) - 1:
             source = worker

@@ -62,7 +62,7 @@ def trajectory(task, mask, epoch, step):
 def test_a_run_is_read_from_its_own_rollouts(tmp_path):
     folder = tmp_path / "run" / "rollouts"
     append_trajectories(folder / "epoch-000.jsonl", [trajectory("a", [0, 0, 1, 1, 1], 0, 1)])
-    # An observation between two turns is not sampled, and a rollout without a token took no time.
+    # An observation between two turns is not sampled, and a rollout without sampled tokens took no time.
     later = [trajectory("b", [0, 1, 0, 0, 1], 1, 3), trajectory("a", [0, 1], 1, 2), trajectory("a", [0, 0], 1, 2)]
     append_trajectories(folder / "epoch-001.jsonl", later)
     for path in (tmp_path / "run", folder):
@@ -81,7 +81,7 @@ def test_a_step_is_predicted_from_the_steps_before_it(tmp_path):
     rows += [line("b", 10, epoch=2), line("b", 30, epoch=2), line("b", 50, epoch=3)]
     steps = steps_of(tmp_path, rows)
     fresh = predicted_steps(steps, LengthPredictor(guess=7.0))
-    # b is new in epoch 2, and predicted as a is.
+    # b is new in epoch 2 and predicted like a.
     assert [step.forecast.lengths.tolist() for step in fresh] == [[7.0], [100.0], [200.0] * 3, [20.0]]
     assert [step.forecast.prompts.tolist() for step in fresh] == [[0], [0], [0, 1, 1], [1]]
     late = predicted_steps(steps, LengthPredictor(guess=7.0), staleness=1)
@@ -177,7 +177,7 @@ def test_a_token_that_branches_of_a_rollout_share_counts_once():
         mask = np.array([False, *[True] * (len(tokens) - 1)])
         return Trajectory(task_id="a", step=1, tokens=np.array(tokens, np.int32), loss_mask=mask)
 
-    # Sampled are 2 3, then 4 after 2, then 5 6 after 2 4.
+    # The sampled tokens are 2 3, then 4 after 2, then 5 6 after 2 4.
     row = _counted([branch(1, 2, 3), branch(1, 2, 4), branch(1, 2, 4, 5, 6)], "log.jsonl:1")
     assert (row.prompt, row.step, row.length, row.num_prompt_tokens) == ("a", 1, 5, 1)
 

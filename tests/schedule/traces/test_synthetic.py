@@ -26,7 +26,7 @@ def test_predictions_miss_by_the_noise_that_was_asked_for():
     errors = np.log(predicted / actual)
     assert errors.std() == pytest.approx(0.25, rel=0.03)
     assert errors.mean() == pytest.approx(0.0, abs=0.01)
-    # The error has nothing to do with the length.
+    # The error does not depend on the length.
     assert np.corrcoef(errors, np.log(actual))[0, 1] == pytest.approx(0.0, abs=0.03)
 
 
