@@ -1,4 +1,4 @@
-"""The flat specification of a training step: every branch alone, plain formulas, no code of treering.train."""
+"""Flat specification of a training step: every branch separately, plain formulas, no code of treering.train."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.forests import sequence_sets
 from tests.models import flat_logprobs
 
-Groups = list[list[list[int]]]  # trees' sequences: forests, then sequences, then tokens
+Groups = list[list[list[int]]]  # sequences by forest, then tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,11 @@ class Batch:
 
     @property
     def sequences(self) -> list[list[int]]:
-        """All sequences in order."""
         return [sequence for group in self.groups for sequence in group]
 
     @property
     def prefixes(self) -> list[list[tuple[object, ...]]]:
-        """The identity of each edge: forest number and the tokens up to it. Two branches share it iff these agree."""
+        """Identity of each edge: forest number and the tokens up to it. Branches share an edge iff these agree."""
         return [
             [(g, *sequence[: t + 1]) for t in range(len(sequence))]
             for g, group in enumerate(self.groups)
@@ -38,13 +37,13 @@ class Batch:
 
     @property
     def trees(self) -> list[tuple[int, int]]:
-        """The tree of each branch: forest number and first token."""
+        """Tree of each branch: forest number and first token."""
         return [(g, sequence[0]) for g, group in enumerate(self.groups) for sequence in group]
 
 
 @st.composite
 def batches(draw: st.DrawFn, max_groups: int = 2, max_sequences: int = 4, max_extra: int = 6) -> Batch:
-    """Random batches whose shared tokens carry different masks, advantages and old log-probs in different branches."""
+    """Draw batches whose shared tokens have different masks, advantages and old log-probs in different branches."""
     groups = draw(st.lists(sequence_sets(max_sequences, max_extra), min_size=1, max_size=max_groups))
     sequences = [sequence for group in groups for sequence in group]
     old = st.floats(-6.0, -0.05)
@@ -67,7 +66,7 @@ def flat_loss(
     divisor: float = 1.0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The loss of the batch with every sequence run on its own."""
+    """Compute the loss of the batch with every sequence run separately."""
     terms: list[list[Tensor]] = []
     for sequence, advantage, old in zip(batch.sequences, batch.advantages, batch.old_logprobs, strict=True):
         logprobs = flat_logprobs(model, sequence, temperature)[0] if len(sequence) > 1 else torch.zeros(0)
@@ -86,7 +85,7 @@ def surrogate(ratio: Tensor, advantage: float, clip: tuple[float, float]) -> Ten
 
 
 def entry_shares(batch: Batch, shared: str) -> list[list[float]]:
-    """The count of each token after the first: its mask, divided by the branches that train it under `once`."""
+    """Count each token after the first: its mask, divided by the branches that train it under `once`."""
     trained = [mask[1:] for mask in batch.masks]
     if shared == "sum":
         return [[float(m) for m in mask] for mask in trained]

@@ -24,7 +24,7 @@ def weights_of(weighting: Weighting, num_ranks: int = 1) -> list[float]:
 
 def test_counts_ignore_first_tokens_and_share_edges_under_once() -> None:
     assert entry_counts([FOREST], MASKS, "sum").tolist() == [0, 1, 1, 0, 1, 0, 0, 1]
-    # Equal tokens of other forests are others.
+    # Equal tokens of different forests do not share an edge.
     assert entry_counts([FOREST] * 2, MASKS * 2, "once").tolist() == [0, 0.5, 1, 0, 0.5, 0, 0, 1] * 2
 
 

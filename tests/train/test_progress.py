@@ -1,4 +1,4 @@
-"""Progress of a step starts at nothing, rises, ends at what is planned, and changes no result."""
+"""A step's progress starts at 0, rises, ends at the planned count, and changes no result."""
 
 from collections.abc import Iterator
 
@@ -38,7 +38,7 @@ def heard(
     parents: Parents = "keep",
     router_losses: RouterLosses | None = None,
 ) -> tuple[BackwardResult, dict[str, list[tuple[int, int]]]]:
-    """A step, and the counts of each of its phases, in order; without a listener it gives the same bits."""
+    """Return a step and the counts of each phase in order; check that a step without a listener gives the same bits."""
     calls: Calls = []
 
     def step(on_progress: OnProgress | None) -> tuple[BackwardResult, dict[str, Tensor]]:
@@ -60,7 +60,7 @@ def heard(
 
 
 def by_phase(calls: Calls) -> dict[str, list[tuple[int, int]]]:
-    """What was done and planned, call by call."""
+    """Group the done and planned counts by phase."""
     phases: dict[str, list[tuple[int, int]]] = {}
     for phase, done, planned in calls:
         phases.setdefault(phase, []).append((done, planned))
@@ -79,7 +79,7 @@ def test_training_reaches_the_tokens_of_the_plan(max_tokens: int | None, parents
     result, phases = heard(sft(BATCH.masks), max_tokens, parents)
     assert list(phases) == ["training"]
     assert_rises(phases["training"], result.plan.num_tokens)
-    # The start, and each micro-batch and partition.
+    # One call at the start, and one per micro-batch and partition.
     assert len(phases["training"]) == result.plan.num_micro_batches + 1
 
 

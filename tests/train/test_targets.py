@@ -1,4 +1,4 @@
-"""Targets are scored, and trained, as a flat forward of each sequence by itself would."""
+"""Targets are scored and trained as in a flat forward of each sequence run separately."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SEQUENCES = [[*PROMPT, 1, 2, 3], [*PROMPT, 1, 6], [*PROMPT, 1, 2, 3], [8, 8, 8],
 
 
 def targets_of(sequences: list[list[int]]) -> list[np.ndarray]:
-    """The next tokens; those of another sequence; several for each state."""
+    """Return the next tokens, those of another sequence, or several for each state."""
     random = np.random.default_rng(0)
     found = [np.array([*sequence[1:], 0]) for sequence in sequences]
     found[1] = random.integers(0, VOCAB, len(sequences[1]))
@@ -27,7 +27,7 @@ WEIGHTS = [torch.linspace(-1, 2, each.size, dtype=torch.float64).reshape(each.sh
 
 
 def squared(number: int, logprobs: Tensor) -> Tensor:
-    """Neither a sum over tokens nor linear, so that a sequence must come whole."""
+    """Compute a loss that is neither linear nor a sum over tokens, so that it needs the whole sequence."""
     return ((logprobs * WEIGHTS[number].to(logprobs)).sum() / 10) ** 2 + logprobs.sum() / (number + 1)
 
 

@@ -1,4 +1,4 @@
-"""The flat specification of router losses: all sequences padded into one stock forward, Hugging Face's own formula."""
+"""Flat specification of router losses: all sequences padded into one stock forward, Hugging Face's own formula."""
 
 import inspect
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from treering.config.router import RouterLosses
 
 
 def wide_balance_loss() -> Any:
-    """Hugging Face's `load_balancing_loss_func` with its float32 islands made float64."""
+    """Return Hugging Face's `load_balancing_loss_func` with its float32 parts in float64."""
     source = inspect.getsource(modeling_mixtral.load_balancing_loss_func)
     assert ".float()" in source
     names: dict[str, Any] = {"torch": torch}
@@ -27,7 +27,7 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def padded(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask [K, longest], padded on the right."""
+    """Return token ids and attention mask [K, longest], padded on the right."""
     ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, sequence in enumerate(sequences):
@@ -36,7 +36,7 @@ def padded(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def flat_router_terms(model: nn.Module, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Balance and z loss of all sequences in one forward."""
+    """Compute the balance and z loss of all sequences in one forward."""
     logits: list[Tensor] = []
     handles = [r.register_forward_hook(lambda _m, _i, output: logits.append(output[0])) for r in routers_of(model)]
     ids, mask = padded(sequences)
@@ -46,7 +46,7 @@ def flat_router_terms(model: nn.Module, sequences: Sequence[Sequence[int]]) -> t
         handle.remove()
     experts = logits[0].shape[-1]
     balance = wide_balance_loss()(tuple(logits), experts, config.num_experts_per_tok, mask)
-    # Whatever the installed version calls its islands, none is left.
+    # Check that no float32 part is left, however the installed version casts.
     assert balance.dtype == torch.float64
     rows = [layer[mask.reshape(-1) == 1] for layer in logits]
     squares = [torch.log(torch.exp(row).sum()) ** 2 for layer in rows for row in layer]
@@ -54,6 +54,5 @@ def flat_router_terms(model: nn.Module, sequences: Sequence[Sequence[int]]) -> t
 
 
 def flat_router_loss(model: nn.Module, sequences: Sequence[Sequence[int]], losses: RouterLosses) -> Tensor:
-    """The router losses of the batch."""
     balance, z = flat_router_terms(model, sequences)
     return losses.balance * balance + losses.z * z

@@ -1,4 +1,4 @@
-"""`max_tokens="auto"`: what fits by memory, and a step that runs out of it leaves the gradients of one that did not."""
+"""`max_tokens="auto"` picks what fits in memory, and a step that runs out still gives the right gradients."""
 
 import gc
 import weakref
@@ -27,7 +27,7 @@ FOREST = Forest.from_sequences(SEQUENCES)
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    # Budgets of this small forest, which may be halved twice.
+    # Let the budget of this small forest be halved twice.
     monkeypatch.setattr(memory, "LEAST_TOKENS", 8)
     return build_float64("qwen3")
 
@@ -37,7 +37,7 @@ def begins_with(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runs_out(monkeypatch: pytest.MonkeyPatch, *, above: int, after: int) -> list[int]:
-    """Memory runs out in steps with a unit of more than `above` tokens, when `after` + 1 units have added gradients.
+    """Let steps with a unit above `above` tokens run out of memory once `after` + 1 units have added gradients.
 
     Returns the largest unit of each step that ran out.
     """

@@ -54,7 +54,7 @@ def assert_step_is_exact(
     temperature: float = 1.0,
     backend: str = "auto",
 ) -> None:
-    """Law 2 for one batch: the loss and every parameter's gradient."""
+    """Check law 2 for one batch: the loss and every parameter's gradient."""
     expected = flat_loss(
         model,
         batch,
@@ -81,7 +81,7 @@ def assert_step_is_exact(
 
 
 def batch_of(groups: list[list[list[int]]], seed: int = 0) -> Batch:
-    """A batch with random masks, advantages and old log-probs, all different on shared tokens."""
+    """Return a batch with random masks, advantages and old log-probs, all different on shared tokens."""
     generator = torch.Generator().manual_seed(seed)
     sequences = [sequence for group in groups for sequence in group]
     return Batch(
@@ -155,7 +155,7 @@ def forests_of(batch: Batch) -> list[Forest]:
 
 
 def low_precision_distance(family: str, seed: int, path: str) -> float:
-    """Distance of the whole bf16 gradient from float32's, tree or flat."""
+    """Return the distance of the whole bf16 gradient, tree or flat, from the float32 one."""
     batch = batch_of([SHAPES["long segments"]], seed)
     reference = build(family, seed)
     flat_loss(reference, batch, kind="sft", normalizer="token_mean").backward()  # type: ignore[no-untyped-call]
@@ -248,7 +248,7 @@ def test_what_makes_no_sense_is_refused_before_the_first_gradient(options: dict[
 
 @pytest.mark.parametrize("name", EXACT_BACKENDS)
 def test_the_backend_that_is_asked_for_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # It would run the reference too.
+    # The self-check would run the reference too.
     monkeypatch.setenv("TREERING_SELF_CHECK", "0")
     ran: list[str] = []
     for backend in EXACT_BACKENDS:

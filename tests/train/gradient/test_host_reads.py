@@ -1,7 +1,7 @@
 """Between its first and last kernel a step reads no tensor's value on the host, which would wait for the device.
 
-On CPU a read waits for nothing, so reads are told by their operations: those of torch that give Python a value, and the
-methods that hand over a tensor's memory. Stock code of transformers may read; the tree step's own may not.
+On CPU a read waits for nothing, so reads are detected by operation: torch operations that give Python a value, and
+methods that expose a tensor's memory. Stock code of transformers may read; the tree step's own code may not.
 """
 
 import sys
@@ -32,7 +32,7 @@ SEQUENCES = [*SHAPES["bushy"][:6], *SHAPES["prefixes of each other"]]
 
 
 class HostReadError(Exception):
-    """The tree step asked for a value."""
+    """The tree step read a value on the host."""
 
 
 def check_reader(what: str) -> None:
@@ -52,7 +52,7 @@ class NoReads(TorchDispatchMode):
 
 @contextmanager
 def no_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, `_Passes.run` may read nothing."""
+    """Refuse host reads in `_Passes.run`."""
     original = step_module._Passes.run
 
     def guarded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -112,7 +112,7 @@ def test_a_step_reads_no_value_on_the_host(name: str, monkeypatch: pytest.Monkey
     model: Any = build(family)
     if name == "recomputed":
         monkeypatch.setattr("treering.train.memory.free_memory", lambda device: 0.0)
-    # The first use of a backend checks it, once in a process.
+    # The first use of a backend in a process runs its self-check.
     step(model, objective(), options)
     with no_reads(monkeypatch):
         result = step(model, objective(), options)

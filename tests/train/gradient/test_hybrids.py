@@ -20,7 +20,7 @@ from treering.tree.partition import Partition
 MODELS = {family: build_wide(family) for family in DENSE}
 LONG = [[1] * 70 + [2] * 75, [1] * 70 + [3], [1] * 70 + [3, 4] * 40, [1] * 64 + [5] * 3, [1] * 2]
 FORKS = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 2, 8, 8], [3, 1, 7, 7, 2], [3, 1, 7, 7, 3, 3], [3, 1, 8]]
-"""Two forks below one, after tokens that differ: a state or context of another row is another one."""
+"""Two forks below one, after different tokens, so that rows cannot swap states or contexts unnoticed."""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -30,7 +30,7 @@ def flat_gradients(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
 
 
 def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Error of the whole gradient, relative to it."""
+    """Return the error of the whole gradient, relative to its norm."""
     return global_norm({name: actual[name].double() - expected[name].double() for name in expected}) / global_norm(
         expected
     )

@@ -1,4 +1,4 @@
-"""A step that takes its loss's gradient in parts, while logits are there, equals one in float64 that scores first."""
+"""A step that takes its loss's gradient in parts, while logits exist, equals a float64 step that scores first."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ POLICY = BATCH.advantages, BATCH.masks, BATCH.old_logprobs
 OBJECTIVES: dict[str, Callable[[], Objective]] = {
     "once": lambda: grpo(*POLICY, shared="once"),
     "entropy": lambda: dapo(*POLICY, entropy_coefficient=0.1, ref_logprobs=BATCH.old_logprobs, kl_coefficient=0.2),
-    # Its ratio is that of a whole sequence, and partitions get its gradient with respect to every log-prob.
+    # The ratio covers a whole sequence, so partitions get its gradient with respect to every log-prob.
     "gspo": lambda: gspo(*POLICY),
 }
 FORESTS = [Forest.from_sequences(group) for group in BATCH.groups]

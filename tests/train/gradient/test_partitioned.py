@@ -40,7 +40,7 @@ Cut = Callable[[Forest], tuple[Partition, ...]]
 
 @contextmanager
 def cut_by(cut: Cut) -> Iterator[None]:
-    """Every tree of every plan is cut by this function, whatever its size."""
+    """Cut every tree of every plan with this function, whatever its size."""
 
     def plan(forests: list[Forest], max_tokens: int | None, **options: object) -> Plan:
         trees, first = [], 0
@@ -161,7 +161,7 @@ def test_partitions_above_nothing_that_is_trained_do_not_run(monkeypatch: pytest
 
 
 def long_tree(size: int) -> Forest:
-    """A tree of ten times `size` tokens with chains of at most four partitions: prompts, middles and leaves."""
+    """Return a tree of ten times `size` tokens with chains of up to four partitions: prompt, middles and leaves."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 32, size).tolist()
     middles = [[*prompt, i, *rng.integers(0, 32, size - 1)] for i in range(3)]
@@ -195,7 +195,7 @@ def test_memory_is_that_of_the_longest_chain_or_of_one_partition(make: Callable[
 
 
 def test_steps_leave_nothing_behind() -> None:
-    """A probe that held its own graph once cost 64 tokens of activations per step."""
+    """A probe that kept its own graph once cost 64 tokens of activations per step."""
     model, forest = build(), Forest.from_sequences([[1] * 30, [1] * 20 + [2] * 10])
     gc.collect()
     before = num_layouts()
@@ -258,7 +258,8 @@ def test_a_device_that_prefers_fewer_tokens_cuts_where_that_costs_nothing(monkey
     few = backward(MODEL, forest, sft(masks), 16)
     assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
     assert (few.plan.max_tokens, few.plan.num_micro_batches, few.num_recomputed_tokens) == (4, 3, 0)
-    # Otherwise: a pass without gradients would be needed, ranks must plan alike, or None runs everything at once.
+    # The limit stays if a pass without gradients would be needed or ranks must plan alike; None runs everything at
+    # once.
     for objective, max_tokens, in_step in ((by_sequence, 16, False), (sft(masks), 16, True), (sft(masks), None, False)):
         plan = step.plan_step([forest], objective, max_tokens, device=torch.device("cpu"), in_step=in_step)
         assert (plan.max_tokens, plan.num_micro_batches) == (max_tokens, 1)

@@ -1,4 +1,4 @@
-"""Law 2 with pictures: gradients of text, projector and vision tower equal those of stock transformers, run flat."""
+"""Law 2 with images: gradients of text, projector and vision tower equal those of flat stock transformers."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from treering.tree.picture_tokens import picture_spans
 
 
 def count_calls(model: nn.Module) -> list[int]:
-    """A list whose entry counts the calls of the vision tower from now on."""
+    """Return a list whose entry counts the vision tower's calls from now on."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     calls = [0]
 
@@ -40,7 +40,7 @@ def count_calls(model: nn.Module) -> list[int]:
 
 
 def assert_equal(model: nn.Module, sequences: list[Sequenced], **options: object) -> BackwardResult:
-    """Gradients of the step equal those of flat training within 1e-6 of the largest, and so does the loss."""
+    """Check that loss and gradients equal those of flat training within 1e-6 of the largest gradient."""
     expected_loss = flat_loss(model, sequences)
     expected_loss.backward()
     expected = take_gradients(model)
@@ -137,7 +137,7 @@ def test_frozen_parts_leave_the_gradients_of_the_others(family: str, frozen: str
 def test_adapters_and_checkpointing_are_exact(family: str, mode: str) -> None:
     model = build(family)
     config = LoraConfig(r=4, target_modules=r".*(q_proj|v_proj|qkv|down_proj|fc1)", init_lora_weights=False)
-    # In float32 the flat gradients of random adapters are 1.0e-6 from those in float64, and the tree's 0.8e-6.
+    # In float32, the flat gradients of random adapters are 1.0e-6 from the float64 ones, and the tree's 0.8e-6.
     model = get_peft_model(model, config).double()
     model.enable_input_require_grads()
     base = model.get_base_model()

@@ -1,4 +1,4 @@
-"""Law 2 on real trajectories: agents, search trees and samples, tokenized as users tokenize them."""
+"""Law 2 on real trajectories of agents, search trees and samples, tokenized as users tokenize them."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ FILES = ["hotpotqa_react_reflexion", "qwen25math_maj8", "tot_game24_bfs"]
 
 
 def first_task(rendered: list[RenderedTrajectory]) -> list[RenderedTrajectory]:
-    """Trajectories of the first task, as many as fit a test; at least two."""
+    """Return trajectories of the first task: at least two, and as many as fit a test."""
     task = [trajectory for trajectory in rendered if trajectory.task_id == rendered[0].task_id]
     ends = np.cumsum([trajectory.tokens.size for trajectory in task])
     return task[: max(2, int(np.searchsorted(ends, MAX_FLAT_TOKENS)))]

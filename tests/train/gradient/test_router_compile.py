@@ -1,4 +1,4 @@
-"""Router losses of compiled models: outputs of routers are recorded, or an error says why they cannot be."""
+"""Router losses of compiled models: router outputs are recorded, or an error says why they cannot be."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from treering.errors import StateError
 from treering.objectives import sft
 from treering.train.step import backward
 
-# The tracer cannot read through the test run's type checks, and warns about its own actions.
+# The tracer cannot read through the test run's type checks, and emits its own warnings.
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore")]
 
 BATCH = batch_of([SHAPES["bushy"][:3], SHAPES["duplicates"]])
@@ -46,7 +46,7 @@ def step(model: nn.Module, max_tokens: int | None, losses: RouterLosses | None =
 def test_compiled_routers_are_heard(compiled: Callable[[nn.Module], nn.Module]) -> None:
     alone, model = (build_float64("mixtral", num_hidden_layers=1) for _ in range(2))
     model = compiled(model)
-    # A pass without gradients, partitions, and forwards that measure memory and are not recorded.
+    # Includes a pass without gradients, partitions, and unrecorded forwards that measure memory.
     assert_gradients_equal(step(model, 40), step(alone, 40), 1e-10)
 
 

@@ -1,4 +1,4 @@
-"""Law 2 with router losses: balance and z loss of a forest are those of its flat batch in one stock forward."""
+"""Law 2 with router losses: balance and z loss of a forest equal those of its flat batch in one stock forward."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +33,7 @@ from treering.tree.forest import Forest
 
 EXACT = 1e-10
 MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss"]
-# Far larger than in use, so that an error in them is an error of the whole gradient.
+# Far larger than usual, so that an error in them dominates the whole gradient.
 LOSSES = RouterLosses(balance=0.7, z=0.2)
 MODEL = build_float64("mixtral")
 HEAD = nn.Linear(32, 1).double()
@@ -59,7 +59,7 @@ def assert_routed_step_is_exact(
     within: AbstractContextManager[None] | None = None,
     **options: Any,
 ) -> BackwardResult:
-    """Loss, metrics and every parameter's gradient."""
+    """Check loss, metrics and every parameter's gradient."""
     balance, z = flat_router_terms(model, batch.sequences)
     expected = (
         flat_loss(model, batch, kind="sft", normalizer="token_mean")
@@ -159,7 +159,7 @@ def test_objectives_that_see_whole_branches_or_pairs_stay_exact(name: str, max_t
     result = backward(MODEL, forests, CASES[name].make(data), max_tokens, router_losses=LOSSES)
     assert result.loss == pytest.approx(expected.item(), rel=EXACT)
     assert_gradients_equal(take_gradients(MODEL), gradients, EXACT)
-    # One pass without gradients finds the vectors and the load.
+    # One pass without gradients computes both the vectors and the router load.
     assert result.num_scoring_tokens == (0 if max_tokens is None else result.plan.num_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Router losses over ranks: they sum to those of one flat batch, and sharded ranks run equally many forwards."""
+"""Router losses over ranks sum to those of one flat batch, and sharded ranks run equally many forwards."""
 
 import copy
 import threading
@@ -26,7 +26,7 @@ from treering.tree.forest import Forest
 
 
 class ThreadGroup(RankGroup):
-    """A rank that is a thread; its `process_group` is a barrier and the facts of all ranks."""
+    """Rank that is a thread; its `process_group` is a barrier and the facts of all ranks."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class ThreadGroup(RankGroup):
 def test_ranks_add_up_to_one_flat_batch_and_keep_step(
     max_tokens: int | None, mode: RanksMode, losses: RouterLosses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One rank has several trees, one has a single forward, one has nothing to do.
+    # One rank has several trees, one a single forward, one nothing.
     groups = [BATCH.groups[:2], [BATCH.groups[2]], []]
     masks = [BATCH.masks[:10], BATCH.masks[10:13], []]
     whole = Batch(groups=BATCH.groups[:3], masks=BATCH.masks[:13], advantages=[0.0] * 13, old_logprobs=BATCH.masks[:13])
@@ -78,7 +78,7 @@ def test_ranks_add_up_to_one_flat_batch_and_keep_step(
         return backward(models[rank], forests, sft(masks[rank]), max_tokens, router_losses=losses)
 
     monkeypatch.setattr(module, "ranks_of", ranks_of)
-    # Memory would be measured by extra forwards.
+    # Skip measuring memory, which takes extra forwards.
     with forced("keep"), ThreadPoolExecutor(3) as threads:
         results = list(threads.map(step, range(3)))
     assert sum(result.loss for result in results) == pytest.approx(expected.item(), rel=EXACT)

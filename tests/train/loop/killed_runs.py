@@ -1,4 +1,4 @@
-"""Supervised runs that are killed; a separate program: `python -m tests.train.loop.killed_runs FOLDER`."""
+"""Supervised runs that get killed; run as `python -m tests.train.loop.killed_runs FOLDER`."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +13,7 @@ SAVE_EVERY = 2
 
 
 def train(folder: Path) -> str:
-    """Trains `NUM_STEPS` steps in `folder`, resuming what is there."""
+    """Train `NUM_STEPS` steps in `folder`, resuming an earlier run."""
     loop = tiny_loop()
     checkpoints = store(folder / CHECKPOINTS_FOLDER)
     opened = open_run(folder, loop, checkpoints)

@@ -17,7 +17,7 @@ IDENTITY = {"model.hidden_size": 32, "data": "generated", "train.seed": 0}
 
 
 def tiny_tasks(num_tasks: int = 5) -> list[TrainingTask]:
-    """Generated agent tasks of three short trials each; trees of 60 to 200 tokens."""
+    """Return generated agent tasks of three short trials each, with trees of 60 to 200 tokens."""
     spec = AgentSpec(
         num_tasks=num_tasks,
         num_trials=3,
@@ -32,7 +32,7 @@ def tiny_tasks(num_tasks: int = 5) -> list[TrainingTask]:
 
 
 def tiny_loop(model: PreTrainedModel | None = None, optim: OptimOptions | None = None, **options: object) -> SftLoop:
-    """A loop over `tiny_tasks`, two trees per step unless the options say otherwise."""
+    """Return a loop over `tiny_tasks` with two trees per step unless the options override it."""
     chosen = SftOptions(**({"trees_per_step": 2} | options))  # type: ignore[arg-type]
     return SftLoop(
         build() if model is None else model,
@@ -43,12 +43,12 @@ def tiny_loop(model: PreTrainedModel | None = None, optim: OptimOptions | None =
 
 
 def store(folder: Path, **options: object) -> CheckpointStore:
-    """A checkpoint store of the run `IDENTITY`."""
+    """Return a checkpoint store of the run `IDENTITY`."""
     return CheckpointStore(**({"folder": folder, "identity": IDENTITY} | options))  # type: ignore[arg-type]
 
 
 def tensors_of(loop: SftLoop) -> dict[str, torch.Tensor]:
-    """Copies of every tensor that a step depends on: weights, AdamW's moments and counts, torch's random state."""
+    """Copy every tensor that a step depends on: weights, AdamW's moments and counts, torch's random state."""
     state = loop.state()["optimizer"]["state"]
     moments = {f"{i}.{name}": value for i, values in state.items() for name, value in values.items()}
     weights = loop.model.state_dict()
@@ -56,7 +56,6 @@ def tensors_of(loop: SftLoop) -> dict[str, torch.Tensor]:
 
 
 def assert_bitwise_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Same names, dtypes and bits."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name

@@ -1,4 +1,4 @@
-"""LoRA in the loop: only adapters train, PEFT loads what is stored, gradients are PEFT's, a resumed run is bitwise."""
+"""LoRA in the loop trains only adapters that PEFT loads, with PEFT's gradients, and resumes bitwise."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ OPTIONS = LoraOptions(rank=2, alpha=6)
 
 
 def adapted(model: PreTrainedModel | None = None, options: LoraOptions = OPTIONS, seed: int = 0) -> PreTrainedModel:
-    """A model whose adapters count: their second matrices begin with zeros otherwise."""
+    """Return a model with random second adapter matrices, which are initially zero and would have no effect."""
     model = build() if model is None else model
     torch.manual_seed(seed)
     add_lora(model, options, base="org/tiny", revision="a" * 40)
@@ -43,7 +43,7 @@ def test_gradients_are_those_of_flat_peft_on_the_stored_adapter(
 ) -> None:
     model = adapted(build_float64()).double()
     save_adapter(model, adapter_tensors(model, model.state_dict()), tmp_path)
-    # PEFT reads the file into the precision of its model, which float64 is.
+    # PEFT loads the file in the dtype of its model, here float64.
     peft = PeftModel.from_pretrained(
         build_float64(), tmp_path, is_trainable=True, autocast_adapter_dtype=False
     ).double()

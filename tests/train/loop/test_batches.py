@@ -1,4 +1,4 @@
-"""Which trees train in which step: every task once per epoch, reproducible by seed, equal in all layouts."""
+"""Each step's trees: every task once per epoch, reproducible by seed, equal in all layouts."""
 
 from collections import Counter
 from itertools import chain
@@ -23,7 +23,7 @@ from treering.train.loop.batches import (
 
 
 def task(*sequences: list[int], task_id: str = "a") -> TrainingTask:
-    """A task that trains the odd tokens of its sequences."""
+    """Return a task that trains the odd tokens of its sequences."""
     return TrainingTask(
         task_id=task_id,
         sequences=tuple(np.array(sequence, np.int32) for sequence in sequences),
@@ -65,12 +65,12 @@ def test_an_epochs_order_is_a_permutation_and_depends_on_nothing_else(num_tasks:
 
 def test_orders_of_other_epochs_and_seeds_are_unrelated() -> None:
     first, *others = (task_order(2000, seed=seed, epoch=epoch) for seed in range(2) for epoch in range(2))
-    # A tenth of the positions would agree if one order were a shift of another.
+    # If one order were a shift of another, a tenth of the positions would agree.
     assert all((first == other).sum() < 20 for other in others)
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
-    # Runs that are resumed with a later version depend on it.
+    # Runs resumed with a later version depend on it.
     assert task_order(8, seed=7, epoch=1).tolist() == [2, 5, 7, 1, 3, 4, 0, 6]
 
 
@@ -126,7 +126,7 @@ def arrays(sequences: list[list[int]]) -> list[np.ndarray]:
 def test_frequent_ids_come_first_and_rare_ones_share() -> None:
     assert [part.tolist() for part in fold_ids(arrays([[7, 9], [9, 5]]))] == [[2, 0], [0, 1]]
     assert [part.tolist() for part in fold_ids(arrays([[7, 9], [9, 5]]), 2)] == [[1, 0], [0, 1]]
-    # Twenty ids, each as often as its number says, into 16: 14 of their own, the rest share 14 and 15 in turn.
+    # Fold twenty ids, id i occurring i times, into 16: 14 ids stay separate, the rest alternate between 14 and 15.
     [folded] = fold_ids(arrays([[i for i in range(1, 21) for _ in range(i)]]), 16)
     assert folded[-20:].tolist() == [0] * 20
     assert folded[:21].tolist() == [15] + [14] * 2 + [15] * 3 + [14] * 4 + [15] * 5 + [14] * 6

@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face loads them, they restore bitwise, and a damaged one is never used."""
+"""Hugging Face loads checkpoints, they restore bitwise, and a damaged one is never used."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_is_named_once_and_the_one_before_is_used(
     loop.step()
     damage(store(tmp_path).save(loop) / file)
     other = tiny_loop(build(seed=1))
-    # In the manifest a flipped bit may hit a checksum or a name: either way the folder no longer agrees with itself.
+    # In the manifest a flipped bit may hit a checksum or a name; either way the folder contradicts itself.
     with pytest.warns(UserWarning, match=r"skipped damaged checkpoints: step-000002: .*; using step-000001") as caught:
         assert store(tmp_path).restore_newest(other) == 1
     assert len(caught) == 1
@@ -207,7 +207,7 @@ def test_a_folder_keeps_its_facts_and_files_in_folders(tmp_path: Path) -> None:
     write_folder(tmp_path / "whole", fill, {"list": [1, "x"]})
     assert read_facts(tmp_path / "whole") == {"list": [1, "x"]}
     manifest = json.loads((tmp_path / "whole" / MANIFEST).read_text())
-    # The SHA-256 of "abc" is the standard's own example.
+    # The standard's own example gives the SHA-256 of "abc".
     digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert manifest["files"] == {"inner/a.bin": {"num_bytes": 3, "sha256": digest}}
     cut_short(tmp_path / "whole" / "inner" / "a.bin")
@@ -220,7 +220,7 @@ def test_opening_a_run_makes_its_folder_once_and_refuses_other_settings(tmp_path
     assert store(folder / "checkpoints").restore_newest(tiny_loop()) is None
     first, second = (open_run(folder, tiny_loop(), store(folder / "checkpoints")) for _ in range(2))
     assert (first.is_new, first.step, first.resume_step) == (True, 0, None)
-    # Killed before its first checkpoint: the same run begins again at its start.
+    # A run killed before its first checkpoint starts over.
     assert (second.is_new, second.step, second.resume_step) == (False, 0, 0)
     (folder / METRICS_FILE).write_text('{"step": 1}\n')
     other = store(folder / "checkpoints", identity=IDENTITY | {"data": "files"})
@@ -251,7 +251,7 @@ def test_a_folder_with_foreign_metrics_is_refused_every_time(tmp_path: Path) -> 
 
 
 class Hinting(SftLoop):
-    """A loop with hints: the number of its step, as text."""
+    """Loop whose hints are its step number as text."""
 
     hint: str | None = None
 
@@ -280,7 +280,7 @@ def test_hints_lie_apart_one_file_per_checkpoint_that_is_kept(tmp_path: Path) ->
     other = hinting_loop()
     checkpoints.restore_newest(other)
     assert (other.num_steps_done, other.hint) == (3, "3")
-    # A kill between the two leaves hints without a checkpoint, and lost ones are no damage.
+    # A kill between the two writes leaves hints without a checkpoint, and lost hints do no harm.
     (tmp_path / "hints" / "step-000009").write_text("9")
     (tmp_path / "hints" / "step-000003").unlink()
     checkpoints.restore_newest(other)

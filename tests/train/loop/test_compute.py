@@ -1,4 +1,4 @@
-"""How a step computes: context managers restore what they change."""
+"""Context managers around a step restore what they change."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_a_number_of_threads_holds_inside_its_block_only(count: int | None, insi
 
 @pytest.mark.parametrize(("width", "fitting"), [(64, 1), (4096, None)])
 def test_a_small_model_gets_one_thread_and_a_large_one_those_of_torch(width: int, fitting: int | None) -> None:
-    # 4,096 and 16.8 M weights; size alone decides, so that a resumed run rounds alike.
+    # The models have 4,096 and 16.8 M weights. Only the size decides, so that a resumed run rounds the same way.
     model = torch.nn.Linear(width, width, bias=False)
     assert fitting_threads(model) == fitting
     assert fitting_threads(model.to("meta")) is None

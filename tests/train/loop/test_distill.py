@@ -1,4 +1,4 @@
-"""The SFT loop with a teacher: both layouts give the same losses, and the student comes closer to the teacher."""
+"""In the SFT loop with a teacher, both layouts give the same losses, and the student approaches the teacher."""
 
 import pytest
 import torch

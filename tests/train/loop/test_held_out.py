@@ -1,4 +1,4 @@
-"""Held-out loss: equal to that of flat sequences, due at the stated steps, and without a trace in what is trained."""
+"""Held-out loss equals that of flat sequences, is computed at the right steps, and does not affect training."""
 
 import json
 from functools import partial
@@ -19,7 +19,7 @@ HELD_OUT = tiny_tasks(9)[5:]
 
 
 def flat_loss(model: torch.nn.Module, tasks: list[TrainingTask]) -> tuple[float, int]:
-    """The mean over trained tokens of each sequence by itself, through the stock model."""
+    """Return the mean over trained tokens of each sequence run separately by the stock model, and their count."""
     total, count = 0.0, 0
     for task in tasks:
         for sequence, mask in zip(task.sequences, task.loss_masks, strict=True):
@@ -46,7 +46,7 @@ def test_the_held_out_loss_is_the_mean_over_the_trained_tokens_of_flat_sequences
 
 
 def train(folder: Path, *, evaluates: bool, stop_after: int | None = None) -> dict[str, torch.Tensor]:
-    """Five steps, saved every second one; may leave the run early. Returns every tensor that training depends on."""
+    """Train five steps and save every second one, or stop early; return every tensor that training depends on."""
     loop, checkpoints = tiny_loop(), store(folder / "checkpoints")
     opened = open_run(folder, loop, checkpoints)
     evaluation = None
@@ -118,7 +118,7 @@ def test_evaluations_are_due_at_the_first_step_each_so_many_and_the_last_once_ea
 def test_the_checkpoint_of_the_best_evaluation_stays_also_over_resumes(
     tmp_path: Path, metric: str, sign: int, stops: list[int]
 ) -> None:
-    # The start is better still, and step 4 equals step 2: the first one counts.
+    # The initial value is better still but does not count, and of the equal steps 2 and 4 the first counts.
     values = [1.0, 5.0, 2.0, 4.0, 2.0, 3.0]
     for stop in [*stops, 5]:
         loop = tiny_loop()

@@ -1,4 +1,4 @@
-"""A run that a signal ends saves its last whole step, and goes on from there to bitwise the same weights."""
+"""A run that a signal ends saves its last whole step and resumes to bitwise the same weights."""
 
 import signal
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ NUM_STEPS = 4
 
 
 def train(folder: Path, loop: Resumable[Any], *, signal_at: int | None = None) -> Interrupted | None:
-    """Trains, up to a signal at the n-th word of progress; returns how that ended the run."""
+    """Train until a signal at the n-th progress call; return the exception that ended the run."""
     interruption, num_words = Interruption(RankGroup()), 0
 
     def hear(phase: Phase, num_done: int, num_planned: int) -> None:
@@ -66,10 +66,10 @@ def test_a_run_ended_between_micro_batches_goes_on_to_the_same_bits(tmp_path: Pa
         whole.step()
     first, last = words.index(0, 1), len(words) - 1
     assert last - first > 2 * NUM_STEPS, "each step has several micro-batches"
-    # The last word of the first step comes before its update.
+    # The last progress call of the first step comes before its update.
     for moment in range(first + 1, last, 9):
         folder = tmp_path / str(moment)
-        # A word that asks for the end is heard; the one after it is not.
+        # The progress call during which the signal arrives is delivered; the next one is not.
         dropped = in_small_batches()
         ended, step = train(folder, dropped, signal_at=moment), words[: moment + 1].count(0) - 1
         assert ended is not None
@@ -111,13 +111,13 @@ def test_where_all_is_saved_a_signal_need_not_wait(tmp_path: Path) -> None:
     steps = run_steps(
         loop, num_steps=3, save_every=2, checkpoints=checkpoints, metrics=Metrics([]), interruption=interruption
     )
-    # Before the first step, and after the second, nothing is lost.
+    # Nothing is unsaved before the first step and after the second.
     waits = [interruption.has_unsaved(), *(interruption.has_unsaved() for _ in steps)]
     assert waits == [False, True, False, False]
 
 
 class Drawing(Resumable[StepReport]):
-    """Adds random numbers to its weight, some of them before the place where a step can end."""
+    """Loop that adds random numbers to its weight, some of them before the point where a step can end."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -162,7 +162,7 @@ def test_random_numbers_of_the_dropped_step_are_drawn_again(tmp_path: Path) -> N
 
 
 class Failing(Drawing):
-    """Ctrl-C also ends a process of its engine, in the third step."""
+    """Loop whose engine process also dies of Ctrl-C, in the third step."""
 
     def step(self) -> StepReport:
         if self.num_steps_done == 2:
@@ -187,7 +187,7 @@ def test_a_step_that_fails_at_the_signal_is_dropped_like_others(tmp_path: Path) 
 def test_a_run_saves_by_time_and_less_often_where_that_is_dear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost_s: float, saved: list[int]
 ) -> None:
-    """Steps take 100 s; every 250 s one is saved, but at least 19 times what saving takes lies between two."""
+    """Steps take 100 s. One is saved every 250 s, but at least 19 times the cost of saving lies between two saves."""
     now_s = 0.0
 
     class Slow(Drawing):

@@ -1,4 +1,4 @@
-"""The optimizer: the schedule formula, which parameters decay, and clipping by the global norm."""
+"""The optimizer's schedule formula, weight decay by parameter, and clipping by the global norm."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def test_warm_up_rises_linearly_from_zero_and_reaches_the_rate_at_its_last_step(
 
 
 def test_a_cosine_falls_from_the_rate_to_its_floor_at_the_last_step_and_stays_there() -> None:
-    # cos of 0, 45, 90, 135 and 180 degrees, moved to [0.2, 1].
+    # The cosines of 0, 45, 90, 135 and 180 degrees, scaled to [0.2, 1].
     root = math.sqrt(0.5)
     expected = [0.5, 1.0, 0.6 + 0.4 * root, 0.6, 0.6 - 0.4 * root, 0.2, 0.2, 0.2]
     found = rates(schedule="cosine", warmup_steps=2, num_steps=6, min_learning_rate=0.2)
@@ -101,7 +101,7 @@ def test_clipping_takes_as_many_kernels_for_many_weights_as_for_few() -> None:
 
 
 class _Calls(TorchDispatchMode):
-    """Counts the operations that torch dispatches."""
+    """Count the operations that torch dispatches."""
 
     number = 0
 

@@ -45,7 +45,7 @@ def test_a_finished_run_trains_on_with_more_steps_and_does_nothing_with_as_many(
 
 
 def train(folder: Path, *, num_steps: int, stop_after: int | None = None) -> list[float]:
-    """The losses of the steps that this call trained; it saves every second step, and may leave the run early."""
+    """Return the losses of the trained steps; save every second step and optionally stop early."""
     loop, checkpoints, losses = tiny_loop(), store(folder / "checkpoints"), []
     opened = open_run(folder, loop, checkpoints)
     with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:

@@ -1,4 +1,4 @@
-"""Loops with router losses: they train as `backward` does, log the losses, and refuse models without routers."""
+"""Loops with router losses train as `backward` does, log the losses, and refuse models without routers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The SFT loop: its steps equal plain flat training in either layout, with any memory option."""
+"""The SFT loop's steps equal plain flat training in either layout, with any memory option."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ PLAIN = OptimOptions(learning_rate=1e-2, weight_decay=0.1, eps=1e-4, max_grad_no
 
 
 def flat_loss(model: nn.Module, tasks: list[TrainingTask]) -> Tensor:
-    """The mean over trained tokens of every sequence by itself, through the stock forward."""
+    """Return the mean over trained tokens of every sequence run separately by the stock model."""
     terms = [
         -flat_logprobs(model, sequence.tolist())[0][torch.from_numpy(mask[1:].copy())]
         for task in tasks
@@ -99,7 +99,7 @@ def test_autocast_computes_in_bfloat16_over_float32_weights() -> None:
 def test_a_report_counts_the_tasks_of_its_step(layout: str) -> None:
     loop, tasks = tiny_loop(layout=layout), tiny_tasks()
     reports = [loop.step() for _ in range(4)]
-    # 5 tasks, 2 per step: 2, 2, 1, and the next epoch.
+    # There are 5 tasks and 2 per step: 2, 2, 1, and then the next epoch.
     assert [(report.step, report.epoch, report.update.num_trees) for report in reports] == [
         (1, 0, 2),
         (2, 0, 2),
@@ -181,6 +181,6 @@ def test_a_sequence_beyond_the_models_positions_is_refused_before_the_first_step
     with pytest.raises(InputError, match=message + rf"{num_long} of {len(lengths)} are too long: set data.max_length"):
         tiny_loop(build(max_position_embeddings=longest - 1))
     model = build(max_position_embeddings=longest - 1)
-    # Not by attribute: some configurations have no such field, and Qwen3's must be an integer.
+    # Bypass the attribute: some configurations lack such a field, and Qwen3's must be an integer.
     vars(model.config)["max_position_embeddings"] = None
     assert tiny_loop(model).step().step == 1

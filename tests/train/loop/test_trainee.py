@@ -19,7 +19,7 @@ LORA, ALL = TraineeOptions(rank=4, seed=0), TraineeOptions(rank=0)
 
 
 def flat_loss(name: str, logp: Tensor, given: dict[str, Tensor], **config: float) -> Tensor:
-    """The definitions, written anew."""
+    """Compute the loss by independently written definitions."""
     if name == "cross_entropy":
         return (-logp * given["weights"]).sum()
     old, adv = given["logprobs"], given["advantages"]
@@ -93,13 +93,13 @@ def test_gradients_and_log_probs_are_those_of_flat_sequences(
     logprobs, losses = flat(trainee, name, data)
     torch.stack(losses).sum().backward()
     expected = gradients(trainee)
-    # Two requests of a step, one after another, and as one forest.
+    # Send the data as one forest, and as two requests of one step.
     for parts in ([data], [data[:2], data[2:]]):
         scores = [trainee.add_gradients(part) for part in parts]
         own = gradients(trainee)
         if is_float64:
             assert_gradients_equal(own, expected, tolerance)
-        # Gradients cancel in single weights, so that those of float32 are compared as a whole.
+        # Gradients of single weights cancel, so in float32 the whole gradient is compared.
         difference = {name: own[name] - expected[name] for name in expected}
         assert global_norm(difference) <= tolerance * global_norm(expected)
         found = [each for score in scores for each in score.logprobs]

@@ -22,13 +22,11 @@ from treering.objectives import Objective, cispo, dapo, dpo, dr_grpo, grpo, gspo
 
 WIDE = (0.15, 0.25)
 BOUNDS = (0.8, 1.3)
-"""Of importance weights: the lower one belongs to masks."""
+"""Bounds of importance weights; the lower one applies only to masks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """An objective and its flat loss."""
-
     make: Callable[[Data], Objective]
     loss: Callable[[Data, Flat], Tensor]
     needs_value_head: bool = False
@@ -48,7 +46,7 @@ BASES: dict[str, tuple[Callable[..., Objective], str, tuple[float, float]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A policy objective with some of its options; None and 0 leave an option out."""
+    """A policy objective with some of its options; None and 0 disable an option."""
 
     name: str
     shared: str = "sum"
@@ -94,7 +92,7 @@ class Policy:
         return over_tokens(d, term, normalizer=normalizer, shared=self.shared, divisor=self.divisor or 1.0)
 
     def _plain(self, d: Data, f: Flat, i: int, t: int) -> Tensor:
-        """The policy loss of one token; of a whole sequence's ratio only the token's own part has a gradient."""
+        """Return the policy loss of one token; only its own part of a sequence ratio has a gradient."""
         logprob, places = f.logprobs[i][t - 1], d.trained(i) if self.name in ("gspo", "rloo") else [t]
         advantage = d.token_advantages[i][t] if self.is_per_token else d.advantages[i]
         low, high = clip = self.clip or BASES[self.name][2]
@@ -129,7 +127,7 @@ class Policy:
 
 
 def kl(d: Data, f: Flat, i: int, t: int, estimator: str) -> Tensor:
-    """k3 is equation 4 of the GRPO paper."""
+    """Estimate the KL divergence; k3 is equation 4 of the GRPO paper."""
     log_ratio = f.logprobs[i][t - 1] - d.ref[i][t]
     return {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": torch.exp(-log_ratio) + log_ratio - 1}[estimator]
 
@@ -169,7 +167,7 @@ def _sft(shared: str) -> Case:
 
 
 def _of_ratios(make: Callable[..., Objective], *, is_mean: bool) -> Case:
-    """A ratio of whole sequences as its paper writes it, with a gradient of all its tokens."""
+    """Return a case with a whole-sequence ratio as in its paper, whose gradient covers all its tokens."""
 
     def term(d: Data, f: Flat, i: int) -> Tensor:
         total = sequence_log_ratio(d, f, i)

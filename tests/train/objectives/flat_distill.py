@@ -1,4 +1,4 @@
-"""The flat loss of distillation: each sequence through both stock forwards, and divergences written out in torch."""
+"""Flat loss of distillation: each sequence through both stock forwards, and divergences written out in torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ KINDS = ("forward_kl", "reverse_kl", "jsd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What one flat loss is of."""
+    """Options of one flat loss."""
 
     kind: str = "forward_kl"
     beta: float | None = None
@@ -37,7 +37,7 @@ class Setting:
 
 
 def flat_divergences(student: nn.Module, teacher: nn.Module, data: Data, setting: Setting) -> list[Tensor]:
-    """One tensor per sequence, an entry per token but the first."""
+    """Return one tensor per sequence with an entry per token except the first."""
     rows = []
     for sequence in data.sequences:
         q = _probabilities(student, sequence, setting.temperature)

@@ -1,7 +1,7 @@
-"""The flat specification of every objective: plain loops over sequences, no code of treering.train.
+"""Flat specification of every objective: plain loops over sequences, no code of treering.train.
 
 `Data` holds every value that an objective may read, different in every branch on shared tokens and NaN where nothing is
-trained. `Flat` holds the stock forward's outputs for each sequence alone.
+trained. `Flat` holds the stock forward's outputs for each sequence run separately.
 """
 
 import math
@@ -22,7 +22,7 @@ PerToken = list[list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data(Batch):
-    """An optimizer batch; lists follow forests, then sequences, and hold one value per token where they are nested."""
+    """An optimizer batch; lists follow forests, then sequences. Nested lists have one value per token."""
 
     token_advantages: PerToken
     behaviour: PerToken
@@ -38,13 +38,13 @@ class Data(Batch):
         return [self.ref_sums[i] if i % 2 else row for i, row in enumerate(self.ref)]
 
     def trained(self, branch: int) -> list[int]:
-        """Places of the trained tokens of a branch."""
+        """Return the indices of a branch's trained tokens."""
         return [t for t in range(1, len(self.sequences[branch])) if self.masks[branch][t]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
-    """Outputs for each sequence alone, one tensor per sequence with an entry per token but the first."""
+    """Outputs for each sequence run separately, one tensor per sequence with an entry per token except the first."""
 
     logprobs: list[Tensor]
     entropies: list[Tensor]
@@ -52,7 +52,7 @@ class Flat:
 
 
 def run_flat(model: nn.Module, data: Data, *, value_head: nn.Module, temperature: float = 1.0) -> Flat:
-    """Every sequence through the stock forward."""
+    """Run every sequence through the stock forward."""
     logprobs, entropies, values = [], [], []
     for sequence in data.sequences:
         ids = torch.tensor([sequence])
@@ -65,7 +65,7 @@ def run_flat(model: nn.Module, data: Data, *, value_head: nn.Module, temperature
 
 
 def data_of(groups: Groups, model: nn.Module, seed: int = 0, noise: float = 0.3) -> Data:
-    """Random data whose log-probs stray from the model's own by `noise`, so that clips cut some of the terms."""
+    """Return random data whose log-probs differ from the model's by about `noise`, so that some terms are clipped."""
     generator = torch.Generator().manual_seed(seed)
     sequences = [sequence for group in groups for sequence in group]
     masks = [(torch.rand(len(s), generator=generator) < 0.75).long().tolist() for s in sequences]
@@ -104,13 +104,13 @@ def data_of(groups: Groups, model: nn.Module, seed: int = 0, noise: float = 0.3)
 
 @st.composite
 def datas(draw: st.DrawFn, model: nn.Module, max_sequences: int = 4, max_extra: int = 6) -> Data:
-    """Random data over two forests: a grown one that shares much, and one of any shape, single tokens included."""
+    """Draw data over two forests: one that shares much, and one of any shape, single tokens included."""
     seed = draw(st.integers(0, 1000))
     return data_of([grown(seed), draw(sequence_sets(max_sequences, max_extra))], model, seed=seed)
 
 
 def grown(seed: int) -> list[list[int]]:
-    """Five sequences: one, two that leave earlier ones anywhere, a duplicate and a prefix."""
+    """Return five sequences: a random one, two that fork from earlier ones, a duplicate and a prefix."""
     rng = random.Random(seed)
     sequences = [[rng.randrange(4) for _ in range(rng.randrange(3, 8))]]
     while len(sequences) < 3:
@@ -128,11 +128,11 @@ def _own_logprobs(model: nn.Module, sequence: list[int]) -> Tensor:
 
 
 TokenLoss = Callable[[int, int], Tensor]
-"""(branch, place of a token in it) -> its term."""
+"""(branch, index of a token in it) -> its term."""
 
 
 def over_tokens(data: Data, term: TokenLoss, *, normalizer: str, shared: str = "sum", divisor: float = 1.0) -> Tensor:
-    """The loss of terms of trained tokens."""
+    """Reduce the terms of trained tokens to the loss."""
     zero = torch.zeros((), dtype=torch.float64)
     terms = [
         [term(i, t) if data.masks[i][t] else zero for t in range(1, len(sequence))]
@@ -145,7 +145,7 @@ def over_tokens(data: Data, term: TokenLoss, *, normalizer: str, shared: str = "
 
 
 def over_sequences(data: Data, term: Callable[[int], Tensor]) -> Tensor:
-    """The mean over sequences of one term each; a sequence without a trained token has none, and counts."""
+    """Return the mean over sequences of one term each; a sequence without trained tokens counts as 0."""
     return sum_of(term(i) for i in range(len(data.masks)) if data.trained(i)) / len(data.masks)
 
 
@@ -154,5 +154,4 @@ def sum_of(terms: Any) -> Tensor:
 
 
 def sequence_log_ratio(data: Data, flat: Flat, i: int) -> Tensor:
-    """Sum over trained tokens."""
     return sum_of(flat.logprobs[i][t - 1] - data.old_logprobs[i][t] for t in data.trained(i))

@@ -1,4 +1,4 @@
-"""Law 2 for distillation: loss and gradients equal those of flat sequences, however computed, from any teacher."""
+"""Law 2 for distillation: loss and gradients equal those of flat sequences, for every teacher and computation."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -185,7 +185,7 @@ def test_a_score_is_of_what_follows_each_token(teacher: nn.Module) -> None:
 
 
 def distance(seed: int, kind: str, path: str) -> float:
-    """Distance of the whole bfloat16 gradient from float32's, tree or flat."""
+    """Return the distance of the whole bfloat16 gradient, tree or flat, from the float32 one."""
     student, teacher = build(seed=seed), build("llama", seed=seed + 100)
     data = data_of([SHAPES["long segments"]], student, seed=seed)
     setting = Setting(kind=kind)

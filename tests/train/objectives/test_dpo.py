@@ -1,4 +1,4 @@
-"""DPO by hand: losses, metrics and errors."""
+"""DPO's losses, metrics and errors by hand."""
 
 import math
 
@@ -19,7 +19,7 @@ MASKS = [[0, 0, 1], [0, 1, 1], [0, 1]]
 
 
 def entries_of(log_ratios: list[float], pairs: list[list[int]]) -> Entries:
-    """One token per branch."""
+    """Return entries with one token per branch."""
     return Entries(
         logprobs=torch.tensor(log_ratios, dtype=torch.float64),
         values={},

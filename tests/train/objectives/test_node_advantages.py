@@ -1,4 +1,4 @@
-"""Advantages per node and per token in every policy objective: equal to one per branch where they say the same."""
+"""Advantages per node and per token work in every policy objective and equal one per branch where they agree."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ EXACT = 1e-10
 MODEL = build_float64()
 MAKERS = [grpo, gspo, rloo]
 GROUP = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 6], [1, 2, 3], [1, 7, 7]]
-"""A stem with leaves, a duplicate, a branch that ends inside the stem, and one beside it."""
+"""A stem with leaves, a duplicate, a branch that ends inside the stem, and a branch next to it."""
 MASKS = [[0] + [1] * (len(sequence) - 1) for sequence in GROUP]
 REWARDS = [1.0, 0.0, 0.5, 0.25, 2.0]
 
@@ -48,7 +48,7 @@ def test_means_over_the_branches_of_a_node_have_the_gradient_of_one_advantage_pe
 @pytest.mark.parametrize(
     ("baseline", "shared", "weights"),
     [
-        # Packed order: prompt, stem, its three leaves, the answer beside it.
+        # Packed order: prompt, stem, its three leaves, the answer next to the stem.
         ("parent", "sum", [0, 3 * 1, 2, 2, -4, -3]),
         ("parent", "once", [0, 1, 2, 2, -4, -3]),
         ("siblings", "sum", [0, 3 * 2, 2, 2, -4, -2]),

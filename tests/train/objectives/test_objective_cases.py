@@ -1,4 +1,4 @@
-"""Law 2 for every objective and option: loss and gradients are those of flat sequences, whole and in micro-batches."""
+"""Law 2 for every objective and option: loss and gradients equal the flat ones, whole and in micro-batches."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Objectives by hand: worked numbers, defaults, ratios, options, and values that do not fit."""
+"""Objectives by hand: worked numbers, defaults, ratios, options, and mismatched values."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def test_clip_metrics_count_entries_whose_gradient_is_cut() -> None:
     assert torch.equal(cut, gradient == 0)
     assert terms.metrics["clip_high"].tolist() == [1, 0, 0, 0]
     assert terms.metrics["clip_low"].tolist() == [0, 0, 0, 1]
-    # An estimate of KL(old, new): r - 1 - log r.
+    # KL(old, new) is estimated by r - 1 - log r.
     up, down = math.exp(0.5), math.exp(-0.5)
     assert terms.metrics["ratio"].tolist() == pytest.approx([up, up, down, down])
     assert terms.metrics["approx_kl"].tolist() == pytest.approx([up - 1.5, up - 1.5, down - 0.5, down - 0.5])

@@ -1,4 +1,4 @@
-"""Options of objectives that contradict each other, miss their other half or have no meaning are refused by name."""
+"""Objective options that contradict each other, lack their counterpart or have no meaning are refused by name."""
 
 import math
 from collections.abc import Callable
