@@ -36,7 +36,7 @@ def test_steps_count_only_where_every_rollout_has_one() -> None:
     assert [recorded.response(i).tolist() for i in range(3)] == [[1], [2], [3]]
 
 
-def test_what_is_taken_is_what_would_have_been_recorded_of_these_alone() -> None:
+def test_taking_rollouts_equals_recording_only_these() -> None:
     random = np.random.default_rng(0)
     lines = []
     for number in range(12):

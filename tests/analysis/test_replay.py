@@ -69,7 +69,7 @@ def test_a_replay_is_what_the_drafter_does_by_hand(settings: dict[str, object]) 
     assert found[3].num_accepted > 10
 
 
-def test_what_returns_is_drafted_from_the_right_history_alone() -> None:
+def test_recurring_tokens_are_drafted_only_from_the_right_history() -> None:
     recorded = recording(*(disjoint(task, epoch) for epoch in range(3) for task in range(3)))
     found = {look: replay(recorded, look) for look in LOOKS}
     for look in LOOKS:
@@ -151,7 +151,7 @@ def test_the_store_keeps_as_many_epochs_as_the_run_does() -> None:
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_what_is_given_is_neither_emitted_nor_drafted_across(look: str) -> None:
+def test_given_tokens_are_neither_emitted_nor_drafted_across(look: str) -> None:
     mask = (True,) * 10 + (False,) * 10 + (True,) * 20
     recorded = recording(*(disjoint(task, epoch, mask=mask) for epoch in range(2) for task in range(2)))
     found = replay(recorded, look)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def test_off_cuda_auto_is_segments(device: str) -> None:
         ({"triton": None, "flash": None, "flex": None}, ["triton", "flash", "flex"], "segments"),
     ],
 )
-def test_on_cuda_flex_is_tried_where_nothing_else_is_right(
+def test_on_cuda_flex_is_tried_if_no_other_backend_passes(
     seconds: dict[Backend, float | None], tried: list[Backend], chosen: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[Backend, AttentionShape]] = []

@@ -51,7 +51,7 @@ def test_hopper_and_blackwell_are_accepted_in_16_bits(
         ((10, 0), torch.bfloat16, 192, "heads of at most 128 on this device"),
     ],
 )
-def test_what_the_kernels_do_not_compute_is_refused(
+def test_options_that_the_kernels_lack_are_refused(
     capability: tuple[int, int] | None, dtype: torch.dtype, head_size: int, reason: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=reason):

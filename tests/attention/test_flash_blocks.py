@@ -38,7 +38,7 @@ def compare(layout: TreeLayout, inputs: list[Tensor], form: Form, sinks: Tensor 
     [(Form(scale=0.3), True), (Form(scale=0.3, window=9), False), (Form(scale=0.3, window=50, softcap=0.7), True)],
 )
 @pytest.mark.parametrize("name", ["prefixes of each other", "long segments", "reversed comb", "forest of chains"])
-def test_what_the_kernels_read_is_attention_forward_and_backward(
+def test_the_kernels_tables_give_attention_forward_and_backward(
     name: str, form: Form, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_flash.install(monkeypatch, SMALL)

@@ -97,7 +97,7 @@ def test_backends_of_a_cpu_pass(backend: Any, dtype: torch.dtype, form: dict[str
         (one_gradient_leaks, torch.bfloat16, "gives a branch the gradient of another one"),
     ],
 )
-def test_what_leaks_from_another_branch_is_found_below_rounding(
+def test_leaks_from_another_branch_are_found_below_rounding(
     attention: Attention, dtype: torch.dtype, fault: str, run_as: Callable[..., None]
 ) -> None:
     run_as(attention)
@@ -106,7 +106,7 @@ def test_what_leaks_from_another_branch_is_found_below_rounding(
 
 
 @pytest.mark.parametrize("attention", [half_precision, not_a_number])
-def test_what_is_no_rounding_is_refused_with_the_figures(attention: Attention, run_as: Callable[..., None]) -> None:
+def test_errors_beyond_rounding_are_refused_with_the_figures(attention: Attention, run_as: Callable[..., None]) -> None:
     run_as(attention)
     with pytest.raises(
         UnsupportedError, match=r"off by .* at most 1\.0e-05 is rounding \(4 heads over 2 of size 16, torch\.float32"

@@ -168,7 +168,9 @@ def test_a_token_changes_only_its_descendants_bitwise() -> None:
         (("cuda", torch.float32, 64, 0.0), "needs a positive scale, got 0.0"),
     ],
 )
-def test_what_the_kernels_do_not_take_is_refused(values: tuple[str, torch.dtype, int, float], message: str) -> None:
+def test_inputs_that_the_kernels_do_not_take_are_refused(
+    values: tuple[str, torch.dtype, int, float], message: str
+) -> None:
     with pytest.raises(UnsupportedError, match=message):
         backend.check_supported(*values, interpreted=False)
 

@@ -139,7 +139,7 @@ def test_an_engines_error_reaches_every_caller_also_later() -> None:
 
 
 @pytest.mark.parametrize("fails_in_steps", [True, False])
-def test_callers_of_an_engine_whose_abort_fails_too_do_not_wait_for_ever(fails_in_steps: bool) -> None:
+def test_callers_of_an_engine_whose_abort_fails_too_do_not_hang(fails_in_steps: bool) -> None:
     class Dead(CountedEngine):
         def step(self) -> list[Rollout]:
             finished = super().step()
@@ -195,7 +195,7 @@ def test_functions_run_in_the_thread_between_steps() -> None:
     assert names == ["treering-engine"]
 
 
-def test_where_calls_queue_the_lowest_rank_goes_first_and_one_that_leaves_is_gone() -> None:
+def test_queued_calls_run_by_rank_and_leaving_calls_are_dropped() -> None:
     engine, ended = CountedEngine(max_batch=4), []
     engine.may_step.clear()
     with EngineHost(engine, max_rows=1) as host:

@@ -108,7 +108,7 @@ def test_a_prefix_in_the_middle_of_the_arena_does_not_block_its_own_rollouts(mod
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_fits_an_empty_arena_finishes_as_if_alone(model: PreTrainedModel, seed: int) -> None:
+def test_requests_that_fit_an_empty_arena_finish_as_if_run_separately(model: PreTrainedModel, seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_slots = int(rng.integers(40, 80))
     requests = []

@@ -121,7 +121,7 @@ def prefilled(engine: TorchEngine, context: np.ndarray, call: int) -> int:
 
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
-def test_a_turn_prefills_its_new_tokens_alone(model: PreTrainedModel, backend: str) -> None:
+def test_a_turn_prefills_only_its_new_tokens(model: PreTrainedModel, backend: str) -> None:
     engine = TorchEngine(model, backend=backend, max_tokens=4000)
     context = PROMPT
     assert prefilled(engine, context, 0) == PROMPT.size - 1

@@ -37,7 +37,7 @@ def test_without_a_clock_or_with_one_thread_nothing_changes(count: int, is_free:
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 1), (2, 2)])
-def test_engine_and_training_run_a_small_model_on_one_thread_unless_told_otherwise(
+def test_engine_and_training_run_a_small_model_on_one_thread_by_default(
     given: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = torch.get_num_threads()

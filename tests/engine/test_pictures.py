@@ -131,7 +131,7 @@ def test_each_picture_is_computed_once_in_a_version_by_the_weights_of_it() -> No
     np.testing.assert_allclose([one.policy_logprobs, one.logprobs], expected, atol=1e-5)
 
 
-def test_what_an_engine_cannot_sample_is_refused() -> None:
+def test_an_engine_refuses_what_it_cannot_sample() -> None:
     with pytest.raises(UnsupportedError, match="gemma3_text"):
         TorchEngine(build("gemma3"))
     seeing = build("qwen2_5_vl")

@@ -167,7 +167,7 @@ def test_stop_strings_end_a_kept_prefix_where_they_end_a_rollout(model: PreTrain
 
 
 @pytest.mark.parametrize("cut", [1, 6, 19])
-def test_a_resumed_rollout_goes_on_with_what_was_rehearsed(model: PreTrainedModel, cut: int) -> None:
+def test_a_resumed_rollout_continues_with_its_rehearsal(model: PreTrainedModel, cut: int) -> None:
     requests = group_requests(6)
     plain = run(TorchEngine(model), requests)
     parts = run(TorchEngine(model), group_requests(6, max_tokens=cut))
@@ -183,7 +183,7 @@ def test_a_resumed_rollout_goes_on_with_what_was_rehearsed(model: PreTrainedMode
     assert engine.stats.num_verified == 0
 
 
-def test_an_aborted_rollout_goes_on_elsewhere(model: PreTrainedModel) -> None:
+def test_an_aborted_rollout_continues_elsewhere(model: PreTrainedModel) -> None:
     requests = group_requests(6)
     plain = run(TorchEngine(model), requests)
     engine = TorchEngine(model, max_batch=24, max_prefill=60)

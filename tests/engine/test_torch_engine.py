@@ -245,7 +245,7 @@ def test_tokens_are_kept_where_rounding_lets_them(dtype: torch.dtype, keeps: str
     assert TorchEngine(build().to(dtype)).keeps == keeps
 
 
-def test_a_hook_on_the_model_is_accepted_where_it_leaves_the_logits_alone(model: PreTrainedModel) -> None:
+def test_a_hook_on_the_model_is_accepted_if_it_keeps_the_logits(model: PreTrainedModel) -> None:
     hooked = build_float64("qwen3").eval()
     handle = hooked.register_forward_hook(lambda _module, _args, _output: None)
     assert_same(run(TorchEngine(hooked), group_requests(2, 2)), run(TorchEngine(model), group_requests(2, 2)))
@@ -383,7 +383,7 @@ def test_a_recurrent_layer_is_refused_by_name(family: str, layer: int, mixer: st
         TorchEngine(build_hybrid(family))
 
 
-def test_checking_a_model_leaves_its_modes_alone() -> None:
+def test_checking_a_model_keeps_its_modes() -> None:
     model = build().train()
     model.model.layers[0].eval()
     TorchEngine(model)

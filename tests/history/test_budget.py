@@ -116,7 +116,7 @@ def costs_of(num_tokens: list[int], seconds: list[float]) -> VerifyCosts:
 @pytest.mark.parametrize(
     ("num_tokens", "expected"), [(1, 1.0), (2, 1.2), (4.5, 1.7), (8, 2.4), (10, 2.8), (0.5, 1.0), (108, 22.4)]
 )
-def test_seconds_are_linear_between_entries_and_go_on_with_the_last_slope(num_tokens: float, expected: float) -> None:
+def test_seconds_are_linear_between_entries_and_continue_the_last_slope(num_tokens: float, expected: float) -> None:
     assert seconds_of(num_tokens, np.array([1, 8]), np.array([1.0, 2.4])) == pytest.approx(expected)
 
 
@@ -162,7 +162,7 @@ def with_costs(costs: VerifyCosts | None, **options: Any) -> Drafter:
     return drafter
 
 
-def test_the_dearer_tokens_are_the_fewer_are_drafted_and_never_an_unlikely_one_before_a_likelier() -> None:
+def test_costlier_tokens_mean_fewer_drafts_and_likelier_tokens_come_first() -> None:
     sizes = []
     for slope in (0.0, 0.02, 0.1, 0.3, 0.6, 2.0):
         drafts = with_costs(costs_of([1, 101], [1.0, 1.0 + 100 * slope])).propose(draft_rows(ROWS))
@@ -214,7 +214,7 @@ def test_a_drafter_that_gains_nothing_rests_and_one_that_gains_does_not() -> Non
     assert 1 <= len(tries(with_costs(costs), 300, is_right=False)) < 40
 
 
-def test_a_drafter_that_goes_on_from_a_state_knows_that_drafts_have_lost() -> None:
+def test_a_resumed_drafter_knows_that_drafts_have_lost() -> None:
     """It looks at once, but if that loses it looks again only after 16 steps, not after 1, 4 and 16."""
     costs = costs_of([1, 101], [1e-3, 4e-3])
     drafter, resumed = with_costs(costs), with_costs(None)
@@ -238,7 +238,7 @@ def losing(rest: Backoff, seconds_drafted: float = 2.2e-3) -> int:
     return num_steps
 
 
-def test_rests_grow_fourfold_up_to_256_and_end_behind_a_gain() -> None:
+def test_rests_grow_fourfold_up_to_256_and_end_after_a_gain() -> None:
     rest = Backoff()
     assert rest.is_due()
     assert [losing(rest) for _ in range(8)] == [1, 4, 16, 64, 256, 256, 256, 256]
@@ -299,7 +299,7 @@ def test_a_drafter_that_rests_looks_soon_where_its_store_publishes() -> None:
     assert all(drafter.is_backing_off() for _ in range(30))
 
 
-def test_what_lost_before_and_loses_again_is_tried_twice_and_what_gains_now_is_drafted() -> None:
+def test_drafts_that_lose_again_are_tried_twice_and_drafts_that_gain_are_made() -> None:
     lengths = np.zeros(2, np.int64)
     for expected in ([1, 4, 16, 64, 256], [16, 64, 256], [16, 64]):
         rest = Backoff(lengths=lengths)
@@ -325,7 +325,7 @@ def test_what_lost_before_and_loses_again_is_tried_twice_and_what_gains_now_is_d
     # step.
     [(1.25e-3, [1, 4, 16, 50, 50]), (1.02e-3, [1, 4, 4, 4]), (1.001e-3, [1, 1, 1])],
 )
-def test_what_is_lost_is_half_a_percent_of_the_rest_behind_it(seconds_drafted: float, lengths: list[int]) -> None:
+def test_a_loss_is_half_a_percent_of_the_rest_after_it(seconds_drafted: float, lengths: list[int]) -> None:
     rest = Backoff(DraftPrices(look=0, row=0, grown=0, learn=0, drafted=0))
     assert [losing(rest, seconds_drafted + 1e-9) for _ in lengths] == lengths
 

@@ -182,6 +182,6 @@ def with_own_layer() -> nn.Module:
         (with_own_layer, r"adapter OwnLayer at 'model\.layers\.1\.mlp\.up_proj'"),
     ],
 )
-def test_what_may_depend_on_the_batch_or_on_noise_is_refused_by_name(make: Any, rule: str) -> None:
+def test_features_that_may_depend_on_the_batch_or_on_noise_are_refused_by_name(make: Any, rule: str) -> None:
     with pytest.raises(UnsupportedError, match=rule):
         patch(make())

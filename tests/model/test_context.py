@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_not_be_exact_is_refused_by_name(name: str) -> None:
+def test_inexact_features_are_refused_by_name(name: str) -> None:
     make, message = REFUSED[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -342,7 +342,7 @@ def test_a_patch_refuses_what_would_not_be_exact(name: str) -> None:
         patch(make())
 
 
-def test_what_changes_no_value_is_let_pass() -> None:
+def test_features_that_change_no_value_are_accepted() -> None:
     model = build()
     model.enable_input_require_grads()
     for harmless in (model, with_dropout().eval()):

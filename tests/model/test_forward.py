@@ -80,7 +80,7 @@ def test_an_empty_forest_gives_empty_outputs_and_single_tokens_give_zeros() -> N
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_no_forest_no_token_or_no_option_is_refused_with_the_value() -> None:
+def test_invalid_forests_tokens_and_options_are_refused_with_the_value() -> None:
     with pytest.raises(InputError, match=r"expected a Forest, got list; make one with Forest\.from_sequences"):
         forward(MODEL, [[1, 2]])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="temperature must be a positive number, got '1'"):

@@ -135,7 +135,7 @@ def test_hooks_of_the_causal_lm_run_as_without_the_patch(factor):
     assert patched.take_counts().num_calls == 1
 
 
-def test_a_packed_row_is_split_where_its_positions_begin_anew():
+def test_a_packed_row_is_split_where_its_positions_restart():
     model = build_float64("llama").train()
     rows = [PROMPT + answer for answer in ANSWERS]
     ids = torch.tensor([[token for row in rows for token in row]])

@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_stock_model(family: str, side: str) -> None:
         ({"pixel_values": None}, "without an image"),
     ],
 )
-def test_what_a_forest_does_not_follow_is_refused(change: dict[str, Tensor | None], reason: str) -> None:
+def test_batches_that_a_forest_cannot_represent_are_refused(change: dict[str, Tensor | None], reason: str) -> None:
     model = build("qwen2_5_vl")
     batch = padded(model, rows_of("qwen2_5_vl"), "right")
     patch(model)

@@ -85,7 +85,7 @@ def test_chunks_keep_no_logits_for_the_backward(kind: str, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("way")
-def test_a_frozen_head_passes_gradients_to_the_rows_alone() -> None:
+def test_a_frozen_head_passes_gradients_only_to_the_rows() -> None:
     rows, linear, targets, target_row = make()
     expected = gradients(spelled_out(rows, linear, targets, target_row, 1.0), [rows], "logprobs")
     linear.requires_grad_(False)

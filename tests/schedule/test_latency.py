@@ -5,7 +5,7 @@ from treering.errors import InputError
 from treering.schedule.cluster import Latency, is_among, linear_latency, shape_of
 
 
-def test_steps_are_linear_between_measured_rows_flat_before_and_go_on_behind():
+def test_steps_are_flat_then_linear_between_measured_rows_and_beyond():
     latency = Latency(num_rows=[2, 4, 8], decode_s=[10.0, 11.0, 15.0])
     assert latency.token_s(10).tolist() == [0, 10, 10, 10.5, 11, 12, 13, 14, 15, 16, 17]
 
@@ -44,7 +44,7 @@ def test_latencies_are_alike_up_to_their_unit_and_a_quarter():
     assert alike(one, linear_latency(step_s=20, row_s=1.0, training_s=1000), 1)
 
 
-def test_what_lies_between_latencies_of_one_plan_asks_for_it_too():
+def test_latencies_between_two_with_one_plan_get_that_plan():
     assert not is_among((1.2, 22.0), [])
     known = [(1.0, 20.0), (2.0, 10.0)]
     assert is_among((1.5, 15.0), known)
@@ -54,7 +54,7 @@ def test_what_lies_between_latencies_of_one_plan_asks_for_it_too():
         assert not is_among(other, known)
 
 
-def test_what_speculation_gains_counts_where_it_depends_on_rows():
+def test_gains_of_speculation_count_if_they_depend_on_rows():
     plain = Latency(num_rows=[1, 8], decode_s=[10.0, 12.0])
     even = Latency(num_rows=[1, 8], decode_s=[10.0, 12.0], tokens_per_step=[3, 3])
     uneven = Latency(num_rows=[1, 8], decode_s=[10.0, 12.0], tokens_per_step=[3, 2])

@@ -48,7 +48,7 @@ def test_a_known_law_is_found_again(step_s, row_s, prefill_s):
     assert latency.tokens_per_step is None
 
 
-def test_long_prefills_that_vary_leave_the_line_of_decoding_alone():
+def test_varying_long_prefills_do_not_change_the_fit_of_decoding():
     decoding = [(0.001 + 0.0001 * rows, rows, 0, rows) for rows in SIZES for _ in range(20)]
     prefilling = [
         (factor * tokens / 4000, rows, tokens, rows)
@@ -61,7 +61,7 @@ def test_long_prefills_that_vary_leave_the_line_of_decoding_alone():
 
 
 @pytest.mark.parametrize("at", range(0, 360, 40))
-def test_a_pass_that_something_held_up_changes_nothing(at):
+def test_a_delayed_pass_changes_nothing(at):
     passes = lawful(0.001, 0.0001, 0.0)
     alone = told(passes).latency()
     disturbed = told([*passes, (5.0, *passes[at][1:])]).latency()
@@ -69,7 +69,7 @@ def test_a_pass_that_something_held_up_changes_nothing(at):
 
 
 @given(PASSES, st.lists(SECONDS), st.lists(SECONDS), st.randoms(use_true_random=False))
-def test_the_order_in_which_times_are_told_and_added_is_nothing(passes, loads, trainings, random):
+def test_the_order_of_times_and_sums_does_not_matter(passes, loads, trainings, random):
     whole = told(passes, loads, trainings)
     shuffled = random.sample(passes, len(passes))
     middle = len(passes) // 2
@@ -130,7 +130,7 @@ def test_passes_of_hardly_a_row_each_give_no_latency():
     assert times.latency() is None
 
 
-def test_passes_that_were_timed_together_count_as_so_many():
+def test_passes_timed_together_count_separately():
     single, together = told([(0.003, 1, 0, 1)] * 20 + [(0.010, 8, 0, 8)] * 20), PassTimes()
     together.note_pass(0.06, num_rows=20, num_prefilled=0, num_sampled=20, num_passes=20)
     for _ in range(4):

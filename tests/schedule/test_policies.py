@@ -11,7 +11,7 @@ from treering.schedule.placement import Fifo, PlacementPlan, PlanPolicy
 from treering.schedule.simulator import simulate
 
 
-def test_fifo_deals_shards_of_equal_size_at_random_and_anew_in_each_step():
+def test_fifo_deals_new_random_shards_of_equal_size_in_each_step():
     where, lengths = cluster(4, 2), np.arange(1.0, 103.0)
     shares = [Fifo().assign(plan_request(where, lengths, step=step)) for step in (1, 2, 1)]
     for share in shares:
@@ -35,7 +35,7 @@ def test_no_policy_asks_for_more_than_workers_can_do(name, rebalancing):
 
 
 @pytest.mark.parametrize(("rebalancing", "num_stolen"), [("none", 0), ("queued", 1)])
-def test_what_may_not_move_does_not(rebalancing, num_stolen):
+def test_forbidden_moves_do_not_happen(rebalancing, num_stolen):
     """The shares are [9, 9, 1] and [1, 1, 1]; the second worker takes a 9, which ends at 12."""
     where = replace(cluster(2, 1), rebalancing=rebalancing)
     policy = PlanPolicy(PlacementPlan(name="steals", stealing="queued"))

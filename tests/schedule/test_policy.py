@@ -10,7 +10,7 @@ TWO = {"lengths": [1, 1], "forecast": forecast([1.0, 1.0])}
 
 
 @pytest.mark.parametrize(("staleness", "versions"), [(0, [0, 1, 2, 3, 4]), (1, [0, 0, 1, 2, 3]), (3, [0, 0, 0, 0, 1])])
-def test_a_step_is_sampled_by_the_weights_that_lie_the_staleness_behind(staleness, versions):
+def test_a_step_is_sampled_by_weights_that_are_staleness_steps_old(staleness, versions):
     assert [cluster(staleness=staleness).version_of(step) for step in range(1, 6)] == versions
 
 

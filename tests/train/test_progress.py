@@ -83,7 +83,7 @@ def test_training_reaches_the_tokens_of_the_plan(max_tokens: int | None, parents
     assert len(phases["training"]) == result.plan.num_micro_batches + 1
 
 
-def test_what_trains_nothing_and_is_left_out_counts_as_done() -> None:
+def test_skipped_parts_that_train_nothing_count_as_done() -> None:
     masks = [[0] * len(mask) for mask in BATCH.masks]
     masks[-1][-1] = 1
     result, phases = heard(sft(masks), 4)

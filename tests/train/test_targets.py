@@ -69,6 +69,6 @@ def test_targets_that_do_not_fit_are_refused(targets: list[list[int]], words: st
         score_targets(build_float64(), [[5, 6]], [np.array(each) for each in targets])
 
 
-def test_a_loss_that_is_no_number_is_an_error() -> None:
+def test_a_nan_loss_is_an_error() -> None:
     with pytest.raises(StateError, match="sequence 0 is nan"):
         score_targets(build_float64(), [[5, 6]], [np.array([6, 7])], loss=lambda _, logprobs: logprobs.sum() * np.nan)

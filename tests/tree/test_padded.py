@@ -30,7 +30,7 @@ def test_every_token_of_a_padded_batch_stands_in_the_forest_on_the_path_of_its_r
     assert forest.num_tokens == len({tuple(tokens[: i + 1]) for tokens, _, _ in rows for i in range(len(tokens))})
 
 
-def test_positions_that_begin_anew_split_a_packed_row():
+def test_restarting_positions_split_a_packed_row():
     forest, places = Forest.from_padded([[5, 6, 5, 7, 5]], None, [[0, 1, 0, 1, 0]])
     assert forest.num_branches == 3
     assert places.tolist() == [[0, 1, 0, 2, 0]]
@@ -53,5 +53,5 @@ def test_a_batch_that_has_no_sequences_is_refused(ids, mask, positions, rule):
         Forest.from_padded(ids, mask, positions)
 
 
-def test_a_row_behind_padding_may_count_its_positions_from_the_padding():
+def test_a_row_after_padding_may_count_its_positions_from_the_padding():
     assert Forest.from_padded([[9, 1, 2], [1, 2, 3]], [[0, 1, 1], [1, 1, 1]], [0, 1, 2])[0].num_tokens == 3

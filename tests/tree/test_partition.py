@@ -109,7 +109,7 @@ def test_children_of_a_star_and_of_a_caterpillar_are_put_together() -> None:
     assert chain == 240
 
 
-def test_beside_the_responses_of_a_large_star_only_its_prompt_is_kept() -> None:
+def test_a_large_star_keeps_only_its_prompt_next_to_its_responses() -> None:
     tree = Forest.from_sequences(star(32, prompt=66, response=62))
     sizes, chain = sizes_and_chain(tree, cut_tree(tree, 512), 512)
     assert (sizes, chain) == ([66, 496, 496, 496, 496], 66 + 496)

@@ -94,7 +94,7 @@ def test_options_of_no_plan_are_refused(options: dict[str, Any], message: str) -
         plan_batch([Forest.from_sequences([[1]])], **options)
 
 
-def test_trees_are_put_together_up_to_a_fill_and_larger_ones_stand_alone() -> None:
+def test_trees_are_packed_up_to_a_fill_and_larger_ones_are_kept_separate() -> None:
     forests = [Forest.from_sequences([[i] * size]) for i, size in enumerate((9, 3, 2, 6, 2))]
     plan = plan_batch(forests, 8, fill_tokens=5)
     assert [batch.branches.tolist() for batch in plan.micro_batches] == [[1, 2], [3], [4]]

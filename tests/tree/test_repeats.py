@@ -41,7 +41,7 @@ def test_one_token_that_differs_loses_all_that_follows() -> None:
 
 
 @pytest.mark.parametrize(("inserted", "shift"), [([7, 8, 9], 2), ([], -1)])
-def test_what_is_inserted_or_left_out_shifts_what_follows(inserted: list[int], shift: int) -> None:
+def test_insertions_and_deletions_shift_later_tokens(inserted: list[int], shift: int) -> None:
     found = only(losses([[1, 2, *RUN], [1, *inserted, *RUN]]))
     assert (found.position, found.num_tokens, found.shift) == (1, 40, shift)
     assert (found.token, found.other_token) == ((7, 2) if inserted else (RUN[0], 2))
@@ -52,11 +52,11 @@ def test_runs_shorter_than_a_gram_do_not_count() -> None:
     assert losses([[1, 2, *RUN[:GRAM]], [1, 3, *RUN[:GRAM]]]).num_repeated_tokens == GRAM
 
 
-def test_what_a_branch_repeats_of_its_own_path_does_not_count() -> None:
+def test_repeats_of_a_branchs_own_path_do_not_count() -> None:
     assert losses([[1, *RUN, 2, *RUN, 3, *RUN]]).num_repeated_tokens == 0
 
 
-def test_several_runs_behind_one_fork_add_up_and_the_longest_gives_the_shift() -> None:
+def test_several_runs_after_one_fork_add_up_and_the_longest_gives_the_shift() -> None:
     ours = [1, 3, *RUN, 8, 9, *OTHER_RUN[:20]]
     found = only(losses([[1, 2, *RUN, 7, *OTHER_RUN[:20]], ours]))
     assert (found.num_tokens, found.shift) == (60, 0)
@@ -147,12 +147,12 @@ def pairs_of(found: Losses) -> dict[tuple[int | None, int | None], int]:
     return {(d.token, d.other_token): d.num_tokens for d in found.divergences}
 
 
-def test_what_goes_on_in_another_branch_counts_against_that_one() -> None:
+def test_a_repeat_that_continues_in_another_branch_counts_against_that_one() -> None:
     # The third branch repeats the first one's run, then a continuation of that run that only the second branch has.
     found = losses([[1, 2, *RUN], [1, 4, *RUN[-20:], 77, *OTHER_RUN], [1, 3, *RUN, 77, *OTHER_RUN]])
     assert pairs_of(found) == {(4, 2): 20, (3, 2): 40, (3, 4): 41}
 
 
-def test_a_repeat_goes_on_in_its_own_branch_although_an_earlier_one_has_the_same_run() -> None:
+def test_a_repeat_continues_in_its_own_branch_although_an_earlier_one_has_the_same_run() -> None:
     found = losses([[1, 2, *RUN], [1, 4, *OTHER_RUN, *RUN], [1, 3, *OTHER_RUN, *RUN]])
     assert pairs_of(found) == {(4, 2): 40, (3, 4): 80}

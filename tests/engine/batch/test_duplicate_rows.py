@@ -138,7 +138,7 @@ def test_duplicate_rows_may_have_different_sampling_parameters_and_limits(
 
 
 @pytest.mark.parametrize("limit", [2, 3, 6, 7, 8, 9])
-def test_a_duplicate_that_ends_inside_its_leaders_draft_writes_nothing_behind_its_span(
+def test_a_duplicate_that_ends_inside_its_leaders_draft_writes_nothing_past_its_span(
     model: PreTrainedModel, limit: int
 ) -> None:
     requests = [

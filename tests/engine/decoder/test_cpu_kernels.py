@@ -238,7 +238,7 @@ def test_keys_of_a_token_have_the_same_bits_in_every_batch(dtype: np.dtype, head
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [24, 32])
-def test_a_diverged_head_is_nan_alone(dtype: np.dtype, head_size: int) -> None:
+def test_only_the_diverged_head_is_nan(dtype: np.dtype, head_size: int) -> None:
     case = Case(dtype, head_size, has_norms=True)
     case.qkv[1, 2 * head_size] = np.nan
     heads, _, _ = case.run([0, 1, 2])

@@ -170,7 +170,7 @@ def test_a_span_that_shrinks_keeps_its_first_pages(length: int, num_pages: int) 
 
 
 @pytest.mark.parametrize("num_slots", [1, 15, 16, 17, 100])
-def test_what_fits_into_the_slots_fits_into_the_pages(num_slots: int) -> None:
+def test_requests_that_fit_the_slots_fit_the_pages(num_slots: int) -> None:
     for num_prefix in range(num_slots):
         spans = PagedAllocator(num_slots)
         assert num_prefix == 0 or spans.allocate(num_prefix) is not None

@@ -276,7 +276,7 @@ def logits_of_tree(
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 def test_slots_move_in_order_so_that_a_slot_may_be_source_and_target(backend: str) -> None:
-    """Compacts a chain whose tokens were computed with gaps."""
+    """Compact a chain whose tokens were computed with gaps."""
     model = build_float64("qwen3").eval()
     engine = TorchEngine(model, max_tokens=80, backend=backend)
     context, path = np.arange(9), [4, 6, 8]

@@ -189,7 +189,7 @@ def test_estimates_come_true_on_a_source_of_known_acceptance(has_prior: bool) ->
     assert calibration_error(bins) < 0.05
 
 
-def test_nothing_comes_behind_a_stop_token_once_that_was_seen() -> None:
+def test_nothing_is_drafted_after_a_stop_token_once_learnt() -> None:
     # Old rollouts continue after a stop token; new ones end there, which does not count as a cut-off.
     rng = np.random.default_rng(0)
     texts = {
@@ -264,7 +264,7 @@ def weights_of(token: int, before: int, earlier: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["behind one", "token", "pair", "triple"])
 @pytest.mark.parametrize("place", range(len(TRIPLES)))
-def test_a_weight_of_tokens_moves_the_estimate_of_these_alone(place: int, kind: str) -> None:
+def test_a_weight_of_tokens_moves_only_their_estimate(place: int, kind: str) -> None:
     drafter = Drafter(store_of({"q": {0: [[5, 6, 7, 30, 31, 32, 33]] * 2}}), min_acceptance=1e-6)
     plain = drafter.propose(ROWS)
     assert plain.tokens.tolist() == [token for token, _, _ in TRIPLES]

@@ -64,7 +64,7 @@ def test_a_cutoff_is_the_least_that_stayed_where_something_went(
     assert cut_row(paths, probes=probes) == (cutoff, stay)
 
 
-def test_what_pays_is_drafted_however_long_only_sure_tokens_were_there() -> None:
+def test_uncertain_tokens_that_pay_are_drafted_after_many_certain_ones() -> None:
     history = {"sure": {0: [[1, 2]] * 8}, "mixed": {0: [[1, 2 + k] for k in range(4)]}}
     drafter = Drafter(store_of(history), sources=("history",))
     drafter.use_costs(CHEAP)
@@ -83,7 +83,7 @@ def test_what_pays_is_drafted_however_long_only_sure_tokens_were_there() -> None
     assert first_tokens(drafts) == {2, 3, 4, 5}
 
 
-def test_a_row_whose_tokens_were_all_taken_out_is_one_without_a_draft_at_its_next_step() -> None:
+def test_a_row_whose_tokens_were_all_cut_counts_as_having_had_no_draft() -> None:
     history = {p: {0: [np.arange(first, first + 30).tolist()] * 4} for p, first in (("sure", 100), ("poor", 200))}
     drafter = Drafter(store_of(history), sources=("history",))
     drafter.use_costs(VerifyCosts(num_tokens=SIZES, seconds=SECONDS))
@@ -120,7 +120,7 @@ def test_a_probe_that_did_not_pay_is_still_due() -> None:
     assert [drafter.propose(rows).tokens.size for _ in range(ROWS_PER_PROBE + 1)] == [0] * ROWS_PER_PROBE + [1]
 
 
-def test_what_is_looked_at_follows_what_paid_up_and_down() -> None:
+def test_the_search_threshold_follows_the_cutoff_up_and_down() -> None:
     spending = DraftController(0.4)
     assert spending.leasts[0] == 0.4
     spending.use_costs(CHEAP)
@@ -170,7 +170,7 @@ def test_the_token_is_the_likeliest_and_its_estimate_is_as_low_as_it_was() -> No
 
 
 @pytest.mark.parametrize("rare_first", [True, False])
-def test_of_several_tokens_the_likeliest_is_tried_in_whatever_order_they_are_found(rare_first: bool) -> None:
+def test_the_likeliest_of_several_tokens_is_tried_in_any_order(rare_first: bool) -> None:
     often, rare = [[1, 2, 3, 4]] * 2, [[1, 9, 4]]
     drafter = Drafter(store_of({"q": {0: rare + often if rare_first else often + rare}}), min_acceptance=0.1)
     state = drafter.state()
@@ -220,7 +220,7 @@ def test_a_source_that_was_given_up_is_drafted_from_again_once_it_comes_true() -
 FLAT = VerifyCosts(num_tokens=np.array([1, 1000]), seconds=np.array([1.0, 1.001]))
 
 
-def test_tokens_that_pay_are_drafted_again_behind_steps_that_found_no_place() -> None:
+def test_tokens_that_pay_are_drafted_again_after_steps_without_matches() -> None:
     drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4]] * 2}}))
     drafter.use_costs(FLAT)
     state = drafter.state()
@@ -278,7 +278,7 @@ def num_drafting(costs: VerifyCosts, num_steps: int) -> int:
     return count
 
 
-def test_a_drafter_whose_price_exceeds_its_gain_rests_however_right_it_is() -> None:
+def test_a_drafter_that_costs_more_than_it_gains_rests_even_if_right() -> None:
     assert num_drafting(costs_of(FREE), 100) == 100
     # A step without drafts takes 1.7 s and gains 8 tokens. With drafts it gains at most 328 and takes more than a
     # hundred times as long.
@@ -287,7 +287,7 @@ def test_a_drafter_whose_price_exceeds_its_gain_rests_however_right_it_is() -> N
 
 
 @pytest.mark.parametrize("name", ["grown", "drafted"])
-def test_the_dearer_a_token_is_the_fewer_are_drafted(name: str) -> None:
+def test_costlier_tokens_mean_fewer_drafts(name: str) -> None:
     prices = [DraftPrices(**{**dict.fromkeys(DraftPrices.__slots__, 0.0), name: p}) for p in (0, 0.01, 0.05, 0.1, 1)]
     sizes = [drafter_of(costs_of(price)).propose(draft_rows(ROWS)).tokens.size for price in prices]
     assert sizes == sorted(sizes, reverse=True)
@@ -308,7 +308,7 @@ def gain_of(drafts: Drafts) -> float:
 
 @settings(deadline=None)
 @given(st.floats(0, 0.5), st.floats(0, 0.3))
-def test_what_is_not_looked_at_would_not_have_made_a_step_faster(slope: float, drafted: float) -> None:
+def test_skipped_tokens_would_not_have_made_a_step_faster(slope: float, drafted: float) -> None:
     prices = DraftPrices(look=0.1, row=0.01, grown=0.0, learn=0.0, drafted=drafted)
     costs = costs_of(prices, [1, 9, 400], [1, 1.01, 1.01 + 391 * slope])
     rows = draft_rows(ROWS)

@@ -57,7 +57,7 @@ def test_a_drafter_learns_of_led_rows_what_it_learns_of_rows_apart(
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_row_that_parts_from_its_leader_is_drafted_as_if_it_had_been_alone(is_told: bool) -> None:
+def test_a_row_that_leaves_its_leader_is_drafted_as_if_it_never_had_one(is_told: bool) -> None:
     text = [*range(1, 30)]
     led, apart = led_and_apart([text, [1, 2, 77, 11, 12]])
     together = [Row(rollout=tuple(text[:8]))] * 2
@@ -87,7 +87,7 @@ def test_a_token_that_more_rows_may_gain_is_drafted_before_one_that_fewer_may() 
     assert sizes[0] < sizes[-1]
 
 
-def test_what_led_rows_gain_counts_beside_what_they_gain_without_drafts() -> None:
+def test_gains_of_led_rows_count_relative_to_gains_without_drafts() -> None:
     """Eight rows gain one token each in a step that takes seven times as long, so the drafter rests."""
     drafter = Drafter(store_of({"q": {0: [[1, 2]]}}), sources=("history",))
     prices = DraftPrices(look=5.0, row=0, grown=0, learn=0, drafted=0)
@@ -106,7 +106,7 @@ def test_what_led_rows_gain_counts_beside_what_they_gain_without_drafts() -> Non
     st.lists(st.tuples(st.integers(0, 3), st.lists(st.floats(0.02, 1.0), max_size=3)), min_size=1, max_size=5),
     st.floats(0.05, 0.9),
 )
-def test_what_is_cut_leaves_the_most_tokens_a_second_for_all_rows(
+def test_the_cut_leaves_the_most_tokens_per_second_for_all_rows(
     groups: list[tuple[int, list[float]]], per_token: float
 ) -> None:
     """Each group is one row with a draft and the rows that it leads."""
@@ -144,7 +144,7 @@ def test_what_is_cut_leaves_the_most_tokens_a_second_for_all_rows(
     ("leaders", "row"),
     [([1, 1, 2], 0), ([0, 2, 2], 1), ([0, 0, 1], 2), ([0, -1, 2], 1), ([0, 1, 0], 2), ([0, 1, 7], 2)],
 )
-def test_a_leader_that_is_none_is_refused_and_nothing_is_lost(leaders: list[int], row: int) -> None:
+def test_an_invalid_leader_is_refused_and_nothing_is_lost(leaders: list[int], row: int) -> None:
     drafter = Drafter(store_of({"q": {0: [[1, 2, 3]]}}))
     rows = [Row(rollout=(1,)), Row(rollout=(1,)), Row(rollout=(1, 2))]
     with pytest.raises(InputError, match=rf"in row {row}; correct the counts, or its leader {leaders[row]}"):

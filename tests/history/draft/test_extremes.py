@@ -30,7 +30,7 @@ from treering.types import PromptId
 LARGEST = 2**31 - 1
 
 
-def test_a_store_without_anything_drafts_from_running_rows_alone() -> None:
+def test_an_empty_store_drafts_only_from_running_rows() -> None:
     drafter = Drafter(HistoryStore(), min_acceptance=1e-6)
     assert one_draft(drafter, Row(prompt=(7, 8, 9), rollout=(8,)))[0] == 9
     assert one_draft(drafter, Row(prompt=(7, 8, 9), rollout=(4,))) == []
@@ -55,7 +55,7 @@ def test_token_ids_of_any_size_are_drafted(shape: Any) -> None:
     assert likeliest_path(siblings.propose(draft_rows(rows)), 1) == [7, LARGEST - 1]
 
 
-def test_a_context_of_ten_thousand_tokens_goes_on_as_its_history() -> None:
+def test_a_context_of_ten_thousand_tokens_continues_like_its_history() -> None:
     tokens = np.random.default_rng(0).integers(0, 50_000, 10_040).tolist()
     row = Row(prompt=tuple(range(9000)), rollout=tuple(tokens[:10_000]), max_drafts=20)
     drafter = Drafter(store_of({"q": {0: [tokens]}}))
@@ -70,7 +70,7 @@ def test_a_repeating_row_longer_than_what_is_kept_live_is_drafted_from_its_newes
         assert one_draft(drafter, Row(rollout=rollout, max_drafts=4)) == (cycle * 30)[length : length + 4]
 
 
-def test_what_is_dropped_of_a_long_sibling_changes_no_estimate_of_what_is_kept() -> None:
+def test_dropping_part_of_a_long_sibling_changes_no_other_estimate() -> None:
     tokens = tuple(np.random.default_rng(0).permutation(5000)[:600].tolist())
     rows = draft_rows([Row(rollout=tokens), Row(rollout=tokens[:560], max_drafts=9)])
     short, whole = (

@@ -34,7 +34,7 @@ from treering.history.store.store import HistoryStore
 PACKAGE = list(history.__path__)
 
 
-def test_what_is_cached_is_named_by_all_sources_that_it_may_use(tmp_path: Any) -> None:
+def test_cached_functions_are_named_by_all_sources_that_they_may_use(tmp_path: Any) -> None:
     (tmp_path / "a.py").write_text("x = 1")
     (tmp_path / "b.py").write_text("y = 1")
     before = stamp_of(tmp_path)
@@ -107,7 +107,7 @@ def run_of(store: HistoryStore, seed: int, num_steps: int = 30) -> list[Any]:
     return given_out
 
 
-def test_drafters_in_two_threads_give_what_each_gives_alone() -> None:
+def test_drafters_in_two_threads_give_the_drafts_of_separate_runs() -> None:
     rng = np.random.default_rng(3)
     store = store_of({"q": {v: [rng.integers(1, 5, 40).tolist() for _ in range(3)] for v in range(2)}})
     alone = [run_of(store, seed) for seed in range(2)]
@@ -126,7 +126,7 @@ def test_drafters_in_two_threads_give_what_each_gives_alone() -> None:
         assert all(same_drafts(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_what_was_proposed_before_a_state_was_loaded_is_forgotten() -> None:
+def test_loading_a_state_forgets_earlier_proposals() -> None:
     drafter = drafter_of()
     rows = draft_rows([ROW])
     drafter.propose(rows)

@@ -120,7 +120,7 @@ class Engine:
 
 @settings(max_examples=60)
 @given(STEPS, st.integers(0, 2**32))
-def test_drafts_equal_those_of_a_drafter_that_is_told_everything(steps: list[Step], seed: int) -> None:
+def test_drafts_equal_those_of_a_fully_informed_drafter(steps: list[Step], seed: int) -> None:
     store = store_of(HISTORY)
     options: dict[str, Any] = {"shape": "chain", "min_acceptance": 0.01, "max_draft": 6}
     guest, plain = RequestDrafter(Drafter(store, **options)), Drafter(store, **options)

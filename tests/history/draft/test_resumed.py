@@ -115,7 +115,7 @@ def left_by_a_killed_writer(store: HistoryStore, folder: Path, copy: Path) -> Hi
 
 @pytest.mark.parametrize("has_costs", [False, True])
 @pytest.mark.parametrize("come_back", [saved_and_loaded, opened_again, left_by_a_killed_writer])
-def test_a_drafter_resumed_at_any_step_drafts_bitwise_as_the_one_that_goes_on(
+def test_a_drafter_resumed_at_any_step_drafts_bitwise_like_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, come_back: Any, has_costs: bool
 ) -> None:
     monkeypatch.setattr(store_module, "_SLACK_BYTES", 700)

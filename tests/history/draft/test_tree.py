@@ -174,7 +174,7 @@ def path_of(workspace: Workspace, index: int) -> list[int]:
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 30])
 @pytest.mark.parametrize("least", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("draw", range(4))
-def test_a_nodes_places_are_those_that_go_on_as_its_path(
+def test_a_nodes_places_are_those_that_continue_with_its_path(
     draw: int, least: float, num_tokens: int, is_chain: bool
 ) -> None:
     rng = np.random.default_rng((draw, num_tokens))
@@ -218,7 +218,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
 
 
 @pytest.mark.parametrize("draw", range(4))
-def test_what_is_known_of_each_node_is_written_behind_its_parent(draw: int) -> None:
+def test_each_node_is_written_after_its_parent(draw: int) -> None:
     texts, matches = some_places(np.random.default_rng(draw), 3, 20)
     model = Model(WEIGHTS, False)
     workspace, at, size = WORKSPACE.new(), 7, 7 + MOST + 1

@@ -24,7 +24,7 @@ PROMPT = st.dictionaries(
 )
 
 
-def test_every_slot_holds_its_prompts_index_with_markers_behind_the_last() -> None:
+def test_every_slot_holds_its_prompts_index_with_markers_after_the_last() -> None:
     snapshot = store_of({p: {0: [[p, p + 1]] * (1 + p % 3)} for p in range(20)}).snapshot
     arena = Arena()
     for batch in ([0, 1], [1, 2, 2, "unknown"], [3, 0], list(range(20))):
@@ -115,7 +115,7 @@ def test_no_more_than_the_limit_is_kept(limit: int, expected: list[int]) -> None
 
 
 @pytest.mark.parametrize(("num_entries", "expected"), [(0, 1), (640, 10), (641, 11)])
-def test_a_batch_that_never_empties_reads_other_prompts_anew_after_a_step_per_64_entries(
+def test_a_batch_that_never_empties_rereads_other_prompts_after_a_step_per_64_entries(
     num_entries: int, expected: int
 ) -> None:
     # A text has a marker before each rollout and one at its end.
@@ -138,7 +138,7 @@ def test_a_batch_that_never_empties_reads_other_prompts_anew_after_a_step_per_64
     assert first_of(90, 91) == {4, 5}
 
 
-def test_other_prompts_are_not_kept_where_they_are_no_source() -> None:
+def test_other_prompts_are_kept_only_as_a_source() -> None:
     store = store_of({"a": {0: [[5, 6, 7]]}, "b": {0: [[7, 8]]}})
     sizes = []
     for sources in (("history", "others"), ("history",)):
@@ -150,9 +150,7 @@ def test_other_prompts_are_not_kept_where_they_are_no_source() -> None:
 
 
 @pytest.mark.parametrize(("prompt_id", "elsewhere"), [("a", {7, 9}), ("b", {5, 9}), ("c", {5, 7})])
-def test_of_all_prompts_a_rows_own_is_no_other_one_from_its_first_marker_to_its_last_token(
-    prompt_id: str, elsewhere: set[int]
-) -> None:
+def test_a_rows_own_prompt_is_never_among_other_prompts(prompt_id: str, elsewhere: set[int]) -> None:
     store = store_of({"a": {0: [[5, 6]]}, "b": {0: [[7, 8]]}, "c": {0: [[9, 4]]}})
     drafter = Drafter(store, sources=("others",), min_acceptance=1e-6)
     assert first_tokens(drafter.propose(draft_rows([Row(prompt_id=prompt_id)])), 0) == elsewhere

@@ -39,7 +39,7 @@ def test_siblings_are_found_from_their_newest_token_on(has_ids: bool) -> None:
         assert drafted(drafts) == [[], [token]]
 
 
-def test_other_groups_are_no_siblings() -> None:
+def test_rows_of_other_groups_are_not_siblings() -> None:
     rows = [Row(rollout=(7, 8, 9), group=0), Row(rollout=(7,), group=1)]
     assert drafted(drafter_of("siblings").propose(draft_rows(rows))) == [[], []]
 
@@ -90,7 +90,7 @@ def test_no_token_of_a_row_that_has_gone_is_drafted_as_own() -> None:
         rows = [Row(rollout=(*row.rollout, *rng.integers(0, 9, 4))) for row in rows]
 
 
-def test_a_slot_that_another_group_took_over_is_no_sibling_of_the_first() -> None:
+def test_a_slot_that_another_group_took_over_is_not_a_sibling_of_the_first() -> None:
     drafter = drafter_of("siblings")
     stay = Row(rollout=(80, 81), group=0)
     gone, taker = Row(rollout=(10, 11, 12, 13), group=0), Row(rollout=(10, 11, 12, 14), group=1, prompt_id="p")
@@ -101,7 +101,7 @@ def test_a_slot_that_another_group_took_over_is_no_sibling_of_the_first() -> Non
         assert first_tokens(drafts, 0) <= {13}
 
 
-def test_rows_of_the_same_line_without_ids_start_over_where_tokens_do_not_go_on() -> None:
+def test_rows_of_the_same_line_without_ids_start_over_unless_tokens_continue() -> None:
     drafter = drafter_of("own")
     drafter.propose(draft_rows([Row(rollout=(10, 11, 12, 13, 14, 15))]))
     assert drafted(drafter.propose(draft_rows([Row(rollout=(20, 11))]))) == [[]]
@@ -117,7 +117,7 @@ def test_a_row_that_starts_over_hides_no_siblings_place() -> None:
     assert first_tokens(drafter.propose(draft_rows(rows)), 2) == {20, 31}
 
 
-def test_a_row_that_starts_over_and_ends_as_before_is_noted_anew() -> None:
+def test_a_row_that_starts_over_and_ends_as_before_is_noted_again() -> None:
     drafter = drafter_of("siblings")
     drafter.propose(draft_rows([Row(rollout=(7, 20, 5)), Row(rollout=(9,))]))
     rows = [Row(rollout=(8, 21, 5)), Row(rollout=(8,))]
@@ -166,7 +166,7 @@ def _fail(*_: object) -> None:
     raise MemoryError
 
 
-def test_room_follows_the_rows_that_run_and_not_those_that_ran() -> None:
+def test_memory_follows_the_number_of_running_rows() -> None:
     live = RunningRows(4096)
     for first in range(0, 3000, 4):
         live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k for k in range(4)]))
@@ -231,7 +231,7 @@ def test_no_token_is_lost_while_a_rollout_grows() -> None:
         assert running.chains.tokens[begin + 1 : begin + 2 + length].tolist() == [*row.rollout, -1]
 
 
-def test_nothing_that_stood_elsewhere_before_is_drafted_when_texts_have_moved() -> None:
+def test_no_stale_token_is_drafted_after_texts_have_moved() -> None:
     """Rows come, grow and leave; every draft continues a current text of the group or a text of a row that left."""
     rng = np.random.default_rng(5)
     drafter, texts = drafter_of("siblings", "own"), dict[int, tuple[int, ...]]()

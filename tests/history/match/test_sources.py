@@ -31,7 +31,7 @@ ROWS = st.tuples(
     parts=st.lists(ROWS, min_size=2, max_size=2 * MAX_QUERIES + 1),
     others=st.booleans(),
 )
-def test_rows_together_get_what_each_gets_alone(
+def test_rows_together_get_the_drafts_of_separate_rows(
     histories: list[list[list[int]]], parts: list[tuple[int, list[int], int]], others: bool
 ) -> None:
     store = store_of({prompt: {0: rollouts} for prompt, rollouts in enumerate(histories)})
@@ -71,7 +71,7 @@ def stepped(rollout: tuple[int, ...], store: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("num_rollouts", [1, 3])
-def test_one_token_behind_an_edit_the_old_trajectory_goes_on(edit: str, num_rollouts: int) -> None:
+def test_one_token_after_an_edit_the_old_trajectory_continues(edit: str, num_rollouts: int) -> None:
     rollout, at = EDITS[edit]
     store = store_of({"q": {0: [OLD] * num_rollouts}})
     rollout = (*rollout, OLD[at])
@@ -123,7 +123,7 @@ def test_nothing_of_the_rows_own_group_counts_as_another_groups() -> None:
     assert drafted(drafter_of("others").propose(draft_rows(rows))) == [[], []]
 
 
-def test_what_runs_of_other_groups_is_no_other_source() -> None:
+def test_running_rows_of_other_groups_add_no_source() -> None:
     row = Row(prompt_id="p", rollout=(7, 8, 9), group=1)
     drafts = drafter_of("history", "siblings", "own").propose(draft_rows([AHEAD, row]))
     assert drafted(drafts)[1] == []
@@ -136,7 +136,7 @@ def test_the_newest_four_places_count() -> None:
     assert first_tokens(drafts, 6) == {22, 23, 24, 25}
 
 
-def test_what_was_written_over_is_drafted_no_more() -> None:
+def test_overwritten_rows_are_no_longer_drafted() -> None:
     rng = np.random.default_rng(0)
     drafter = drafter_of("others")
     rows, ids, gone = [Row(group=b // 2) for b in range(6)], list(range(6)), []
@@ -179,7 +179,7 @@ def asks(gate: SourceGate, num_steps: int, *, num_accepted: int, num_rows: int =
     return said
 
 
-def test_what_brings_nothing_is_asked_in_one_step_of_16_behind_512_rows() -> None:
+def test_a_useless_source_is_searched_in_one_step_of_16_after_512_rows() -> None:
     assert asks(gate_of(), 40, num_accepted=0) == "a" * 8 + "-" * 15 + "a" + "-" * 15 + "a"
     assert asks(gate_of(), 600, num_accepted=0, num_rows=1) == "a" * 512 + ("-" * 15 + "a") * 5 + "-" * 8
 
@@ -194,7 +194,7 @@ def test_asking_pays_where_tokens_save_more_than_it_takes(num_accepted: int, tok
     assert said == "a" * 200 if pays else said.count("a") == 8 + 192 // 16
 
 
-def test_what_brings_more_again_is_asked_in_every_step() -> None:
+def test_a_source_that_pays_again_is_searched_in_every_step() -> None:
     gate = gate_of()
     asks(gate, 8 + 16 * 40, num_accepted=0)
     # In 1,024 rows 21 tokens pay. Older rows are forgotten, so 22 tokens of the next 64 rows are enough.
@@ -223,7 +223,7 @@ def test_a_drafter_looks_less_where_others_never_come_true_and_always_where_they
 
 
 @pytest.mark.parametrize(("row_s", "num_asked"), [(100e-6, 40), (90e-6, 10)])
-def test_what_a_token_takes_is_known_from_costs(row_s: float, num_asked: int) -> None:
+def test_the_time_per_token_comes_from_costs(row_s: float, num_asked: int) -> None:
     """One of 64 rows can draft only from other prompts, always correctly.
 
     Searching takes 96 us, a row's share is `row_s`.

@@ -118,7 +118,7 @@ def test_keys_equal_to_a_key_are_counted(num_equal: int) -> None:
     assert last_with_key(keys, 0, 2, keys.size, 4) == 2
 
 
-def test_a_match_is_measured_back_to_the_beginning_and_behind_one_edit() -> None:
+def test_a_match_is_measured_back_to_the_beginning_and_across_one_edit() -> None:
     text = np.array([-1, 1, 2, 3, 4, 5], np.int32)
     whole = np.array([9, 9, 1, 2, 3, 4, 5], np.int32)
     # Five tokens and the marker, and 8 more because the match covers the whole context.
@@ -130,7 +130,7 @@ def test_a_match_is_measured_back_to_the_beginning_and_behind_one_edit() -> None
 
 @settings(max_examples=150, deadline=None)
 @given(rollouts=ROLLOUTS, context=st.lists(TOKENS, min_size=1, max_size=12))
-def test_a_place_is_measured_as_if_its_rollout_stood_alone(rollouts: list[list[int]], context: list[int]) -> None:
+def test_a_place_is_measured_only_within_its_rollout(rollouts: list[list[int]], context: list[int]) -> None:
     row = np.array(context, np.int32)
     text = as_text([np.array(rollout, np.int32) for rollout in rollouts])
     start = 0
@@ -141,7 +141,7 @@ def test_a_place_is_measured_as_if_its_rollout_stood_alone(rollouts: list[list[i
         start += alone.size
 
 
-def test_a_context_with_numbers_that_are_no_tokens_agrees_no_further_than_the_text_goes_back() -> None:
+def test_a_context_with_invalid_tokens_agrees_at_most_to_the_texts_beginning() -> None:
     # Index -1 would wrap to the text's last entry, which equals the context's entry there.
     length, _ = measured(np.array([-1, 5], np.int32), 1, np.array([7, 5, -1, 5], np.int32), 0)
     assert length == 2

@@ -14,7 +14,7 @@ from treering.history.store.reader import HistoryReader
 from treering.history.store.store import HistoryStore
 
 
-def test_a_damaged_prompt_costs_its_rollouts_alone_and_is_not_written_again(three: Path) -> None:
+def test_a_damaged_prompt_costs_only_its_rollouts_and_is_not_written_again(three: Path) -> None:
     victim = data_files(three)[1]
     data = bytearray(victim.read_bytes())
     data[data.index(np.array([-1, 4], np.int32).tobytes())] ^= 1

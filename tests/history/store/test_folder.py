@@ -119,7 +119,7 @@ def test_opening_with_tighter_limits_keeps_the_newest_and_cleans_the_folder(tmp_
     assert contents(reopened(tmp_path, max_bytes=1)) == contents(HistoryReader(tmp_path)) == {}
 
 
-def test_a_path_that_is_no_folder_is_refused_with_the_fix(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_refused_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StateError, match="give another path, or None"):

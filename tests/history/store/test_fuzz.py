@@ -107,7 +107,7 @@ def damage(folder: Path, earlier: Path, data: st.DataObject, *, in_place: bool) 
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
-def test_whatever_is_damaged_opening_goes_on_and_reads_only_what_was_added(original: Path, data: st.DataObject) -> None:
+def test_opening_survives_any_damage_and_reads_only_added_rollouts(original: Path, data: st.DataObject) -> None:
     with TemporaryDirectory() as temporary, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         folder = Path(temporary, "now")

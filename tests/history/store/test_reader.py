@@ -105,7 +105,7 @@ for version in range(10**6):
 """
 
 
-def test_beside_a_writer_that_is_then_killed_every_snapshot_is_one_publish(tmp_path: Path) -> None:
+def test_next_to_a_writer_that_is_killed_every_snapshot_is_one_publish(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITING, str(tmp_path)], stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"published\n"

@@ -141,7 +141,7 @@ def test_a_damaged_or_missing_save_costs_one_warning_and_gives_an_empty_store(tm
         assert contents(store) == {"b": {0: [-1, 1]}}
 
 
-def test_a_damaged_prompt_of_a_save_is_dropped_alone(tmp_path: Path) -> None:
+def test_only_the_damaged_prompt_of_a_save_is_dropped(tmp_path: Path) -> None:
     file = tmp_path / "history.bin"
     store = store_of({"a": {0: [[1, 2]]}, "b": {0: [[3, 4]]}})
     store.save(file)

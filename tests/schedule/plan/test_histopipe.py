@@ -71,7 +71,7 @@ def test_wrong_predictions_and_wrong_times_cost_no_more_than_having_none(num_rol
     assert np.mean(ratios) <= 1.02
 
 
-def test_what_it_is_told_decides_what_it_chooses():
+def test_the_same_run_gives_the_same_choices():
     run, where = case(64, 8, 0, num_workers=4, num_steps=7)
     one, other = (simulate(HistoPipe(), run, workers=where) for _ in range(2))
     assert one.choices == other.choices
@@ -136,7 +136,7 @@ def test_odd_clusters_are_placed_whole(num_workers, num_slots, staleness):
     assert timeline.bound_s <= timeline.makespan_s
 
 
-def test_another_object_goes_on_with_a_state_and_the_latest_steps():
+def test_another_object_resumes_from_a_state_and_the_latest_steps():
     """Law 8: a policy that loads a state and learns the latest steps again plans like one that never stopped."""
     run, where = case(64, 8, 3, num_workers=4, num_steps=9)
     whole, left = HistoPipe(replan_every=3), HistoPipe(replan_every=3)

@@ -11,7 +11,7 @@ from treering.schedule.placement import PlacementPlan, balanced, equal_counts, l
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(lambda values: np.array(values, np.float64))
 
 
-def test_of_equal_lengths_every_prompt_is_probed_before_its_group_goes_on():
+def test_equal_lengths_probe_every_prompt_before_its_group_continues():
     assert longest_first(np.full(4, 7.0), np.array([0, 0, 1, 1])).tolist() == [0, 2, 1, 3]
     # Prompts need not be adjacent or count from 0.
     assert longest_first(np.full(5, 7.0), np.array([9, 4, 9, 9, 4])).tolist() == [0, 1, 2, 4, 3]

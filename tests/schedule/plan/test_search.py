@@ -31,7 +31,7 @@ def test_a_question_has_steps_for_each_turn_from_the_forecasts_in_sight(stalenes
         assert [step.forecast.lengths[0] for step in drawn.steps] == pytest.approx([10, 20] * (2 * (staleness + 1)))
 
 
-def test_what_is_drawn_is_believed_with_its_spread():
+def test_drawn_lengths_keep_their_spread():
     calibrated = CalibratedLengths()
     predicted = lengths_of(4000, 1, 100.0)
     real = 2 * predicted * np.exp(0.3 * np.random.default_rng(5).standard_normal(predicted.size))
@@ -101,7 +101,7 @@ def alike():
     return search_problem(plan_request(cluster_of(), np.full(72, 60.0)), CalibratedLengths(0.0), seed=0)
 
 
-def test_what_candidates_were_chosen_by_does_not_judge_them(apart, alike):
+def test_candidates_are_judged_by_other_draws_than_they_were_chosen_by(apart, alike):
     problem = replace(apart, traces=(apart.traces[0], *alike.traces[1:]))
     found = seconds(search(problem), problem)
     plain = [seconds(plan, problem) for plan in plain_plans(problem.cluster)]

@@ -112,7 +112,7 @@ def drawn(found_errors, predicted, seed=0):
     return found_errors.draw(np.asarray(predicted, float), np.random.default_rng(seed))
 
 
-def test_normal_errors_are_drawn_normally_and_anew():
+def test_normal_errors_are_drawn_normally_and_new():
     random = np.random.default_rng(1)
     errors = 0.4 * random.standard_normal(8000) - 0.1
     found = drawn(PredictionErrors(random.standard_normal(8000), errors), random.standard_normal(50_000))
@@ -143,7 +143,7 @@ def test_any_errors_give_finite_ones(pairs, seed):
     assert (found == drawn(found_errors, asked, seed)).all()
 
 
-def test_what_reached_the_limit_does_so_again_as_often():
+def test_rollouts_reach_the_limit_as_often_as_before():
     random = np.random.default_rng(4)
     errors = np.where(random.random(6400) < 0.6, np.inf, 0.1 * random.standard_normal(6400))
     found = drawn(PredictionErrors(random.standard_normal(6400), errors), random.standard_normal(20_000))

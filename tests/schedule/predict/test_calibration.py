@@ -16,7 +16,7 @@ def test_figures_of_three_predictions_are_those_by_hand():
     assert report.spearman == pytest.approx(1.5 / np.sqrt(1.5 * 2.0))
 
 
-def test_the_correlation_is_that_of_order_alone():
+def test_the_correlation_depends_only_on_order():
     lengths = np.array([3, 50, 700, 9000])
     assert calibrate(np.log(lengths), lengths).spearman == pytest.approx(1.0)
     assert calibrate(1.0 / lengths, lengths).spearman == pytest.approx(-1.0)
@@ -47,7 +47,7 @@ def test_the_share_that_moves_up_is_that_of_a_count_by_hand(seed):
 @pytest.mark.parametrize(
     ("predicted", "actual"), [([], []), ([1.0], [1, 2]), ([0.0], [1]), ([1.0], [0]), ([np.nan], [1]), ([[1.0]], [[1]])]
 )
-def test_pairs_that_are_no_lengths_are_refused(predicted, actual):
+def test_invalid_pairs_of_lengths_are_refused(predicted, actual):
     with pytest.raises(InputError):
         calibrate(predicted, actual)
     with pytest.raises(InputError):

@@ -34,7 +34,7 @@ def test_prompts_without_history_get_the_median_of_all_others():
     assert lengths.predict(["e"], 1).tolist() == [60.0]
 
 
-def test_a_predictor_goes_on_from_its_state():
+def test_a_predictor_resumes_from_its_state():
     random = np.random.default_rng(0)
     steps = [(int(prompt), random.integers(1, 900, 4)) for prompt in random.integers(0, 3, 12)]
     whole, first = LengthPredictor(guess=500.0), LengthPredictor(guess=500.0)
@@ -62,6 +62,6 @@ def test_lengths_that_are_none_are_refused(lengths):
 
 
 @pytest.mark.parametrize("guess", [0.0, -1.0, np.nan, np.inf])
-def test_what_is_no_guess_is_refused(guess):
+def test_an_invalid_guess_is_refused(guess):
     with pytest.raises(ConfigError, match="guessed length must be above 0"):
         LengthPredictor(guess=guess)

@@ -16,7 +16,7 @@ def test_before_anything_has_ended_it_is_the_mean_of_what_was_predicted():
     assert expect([100], [], ratios=[0.5, 1.0, 1.5]) == pytest.approx([150.0])
 
 
-def test_a_sibling_that_runs_on_makes_those_behind_it_longer():
+def test_a_sibling_that_runs_on_makes_later_ones_longer():
     alone = expect([0], [], ratios=[1.0, 10.0])
     beside = expect([0, 900], [], ratios=[1.0, 10.0])
     assert alone == pytest.approx([550.0])
@@ -24,7 +24,7 @@ def test_a_sibling_that_runs_on_makes_those_behind_it_longer():
     assert beside == pytest.approx([100 / 3 + 1000 * 2 / 3, 1000.0])
 
 
-def test_what_outruns_everything_known_has_as_much_before_it():
+def test_a_rollout_longer_than_all_known_is_expected_to_double():
     assert expect([300], []) == [600.0]
     # The longest still runs, so the others may get as far.
     [short, long] = expect([50, 300], [])

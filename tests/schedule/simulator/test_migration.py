@@ -15,12 +15,12 @@ def test_the_example():
     assert saved(10_000) == pytest.approx(2500 * 4.4 - 1.25 * 1000)
 
 
-def test_what_keeps_to_its_prediction_stays():
+def test_a_rollout_within_its_prediction_stays():
     assert saved(LATE * 8000 - 1) == 0
     assert saved(LATE * 8000 + 1) > 0
 
 
-def test_what_has_outgrown_its_prediction_by_more_is_taken_to_go_on_for_as_long():
+def test_a_rollout_far_beyond_its_prediction_is_expected_to_run_as_long_again():
     # The rollout is 4,000 beyond a prediction of 6,000, so 4,000 more are expected, not a quarter of 10,000.
     assert saved(10_000, predicted=6000.0, prefill_s=0.0) == pytest.approx(4000 * 4.4)
 

@@ -55,7 +55,7 @@ def random_run(seed, *, num_steps=6, num_rollouts=40):
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("seed", range(2))
-def test_what_holds_for_every_run(name, seed):
+def test_every_run_obeys_the_laws(name, seed):
     run, where = random_run(seed)
     timeline = simulate(make_policy(name), run, workers=where)
     num_rollouts = sum(step.num_rollouts for step in run.steps)
@@ -159,7 +159,7 @@ def test_no_baseline_beats_the_exact_optimum_and_that_not_the_bound(steps, num_s
         assert timeline.bound_s <= best + 1e-9
 
 
-def test_a_policy_is_told_what_is_believed_and_workers_take_what_is_true():
+def test_a_policy_sees_predictions_and_workers_take_real_lengths():
     run, where, wrong = trace([9, 5], [7, 3]), cluster(1, 2, step_s=1.0), cluster(1, 2, step_s=3.0)
     policies = [Fixed(alone(2), alone(2)) for _ in range(2)]
     right, misled = (
@@ -172,7 +172,7 @@ def test_a_policy_is_told_what_is_believed_and_workers_take_what_is_true():
     assert misled.trained_s.tolist() == right.trained_s.tolist()
 
 
-def test_a_number_of_workers_stands_for_so_many_standard_ones():
+def test_a_number_of_workers_means_that_many_standard_ones():
     run = trace([400] * 512, [400] * 512, max_tokens=400)
     latency = linear_latency(step_s=20.0, row_s=0.05)
     # Two workers of 128 slots take 26.4 s per step. An update takes 7 % of 512 x 400 tokens at 26.4 / 128 s, halved.

@@ -88,7 +88,7 @@ def test_a_step_is_predicted_from_the_steps_before_it(tmp_path):
     assert [step.forecast.lengths.tolist() for step in late] == [[7.0], [7.0], [100.0] * 3, [200.0]]
 
 
-def test_what_comes_later_never_changes_a_prediction(tmp_path):
+def test_later_steps_never_change_a_prediction(tmp_path):
     random = np.random.default_rng(0)
     rows = [
         line(int(p), int(n), epoch=e)

@@ -50,7 +50,7 @@ def test_counts_that_do_not_fit_are_refused(wrong):
     ["lognormal:8", "lognormal:8,-1", "lognormal:8,1,1.5", "lognormal:a,b", "lognormal:8,1,0", "lognormal:8,1,9,9",
      "lognormal:nan,1", "constant:5", "lognormal"],
 )  # fmt: skip
-def test_what_is_not_a_law_is_refused_with_how_it_is_written(law):
+def test_an_invalid_law_is_refused_with_the_right_form(law):
     with pytest.raises(InputError, match=f"a law of lengths must be lognormal:MU,SIGMA .* got '{law}'"):
         synthetic_trace(law, num_steps=1, num_rollouts=1, seed=0)
 

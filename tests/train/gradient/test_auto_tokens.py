@@ -142,7 +142,7 @@ def test_the_number_falls_when_an_optimizer_takes_memory_and_never_rises(
     assert found == [3000, 2250, 2250]
 
 
-def test_what_reference_cycles_of_a_failed_step_hold_is_freed_before_the_next(model: nn.Module) -> None:
+def test_reference_cycles_of_a_failed_step_are_freed_before_the_next(model: nn.Module) -> None:
     held = []
 
     def run(tokens: int) -> list[bool]:

@@ -236,7 +236,7 @@ def test_metrics_average_over_trained_entries_of_all_micro_batches() -> None:
         ({"value_head": nn.Linear(7, 1)}, "value_head must read hidden states of 32 numbers, got one that reads 7"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_the_first_gradient(options: dict[str, object], message: str) -> None:
+def test_invalid_options_are_refused_before_the_first_gradient(options: dict[str, object], message: str) -> None:
     given = {"model": MODEL, "forests": GOOD, "objective": sft(), "max_tokens": np.int64(2)} | options
     with pytest.raises((ConfigError, InputError, StateError), match=message):
         backward(**given)  # type: ignore[arg-type]

@@ -230,7 +230,7 @@ def hidden_of(model: nn.Module, num_tokens: int) -> object:
         return hidden_states(TreeModel.of(model), Forest.from_sequences([[1] * num_tokens]))
 
 
-def test_what_is_trained_may_be_the_head_or_the_value_head_alone() -> None:
+def test_the_head_or_the_value_head_may_be_all_that_trains() -> None:
     forest = Forest.from_sequences([[1, 2, 3, 4], [1, 2, 5, 6]])
     only_head = build_float64(tie_word_embeddings=False)
     for name, weight in only_head.named_parameters():

@@ -95,7 +95,7 @@ def test_a_model_of_text_refuses_pictures() -> None:
 
 @pytest.mark.parametrize("max_tokens", [9, 17, 40])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_partitions_cut_between_and_beside_pictures(family: str, max_tokens: int) -> None:
+def test_partitions_cut_between_and_next_to_pictures(family: str, max_tokens: int) -> None:
     sequences = sequences_of(family)
     forest = forest_of(sequences)
     largest = max(one.num_tokens for one in forest.pictures)

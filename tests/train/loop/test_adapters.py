@@ -128,7 +128,7 @@ def test_a_checkpoint_that_would_lose_a_trained_weight_is_refused(tmp_path: Path
         store(tmp_path).save(loop)
 
 
-def test_the_checksum_is_of_the_base_weights_alone() -> None:
+def test_the_checksum_covers_only_the_base_weights() -> None:
     model, other = adapted(), adapted(seed=1)
     assert base_checksum(model) == base_checksum(other)
     with torch.no_grad():

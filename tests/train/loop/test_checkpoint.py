@@ -76,7 +76,7 @@ def test_random_states_of_devices_come_back_where_another_machine_has_them(
     assert restored == {i: 10 + i for i in range(min(num_saved, num_here))}
 
 
-def test_the_newest_checkpoints_are_kept_and_folders_of_the_user_left_alone(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept_and_folders_of_the_user_untouched(tmp_path: Path) -> None:
     loop, checkpoints = tiny_loop(), store(tmp_path, keep=2)
     (tmp_path / "step-notes").mkdir()
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_the_newest_checkpoints_are_kept_and_folders_of_the_user_left_alone(tmp_
     assert checkpoints.restore_newest(tiny_loop()) == 3
 
 
-def test_tokenizer_files_are_copied_beside_the_weights(tmp_path: Path) -> None:
+def test_tokenizer_files_are_copied_next_to_the_weights(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
@@ -187,7 +187,7 @@ def test_leftovers_of_a_kill_are_ignored_and_cleared(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["step-000000", "step-000001"]
 
 
-def test_a_manifest_that_has_changed_is_no_other_run(tmp_path: Path) -> None:
+def test_a_changed_manifest_does_not_make_another_run(tmp_path: Path) -> None:
     facts = {"step": 7, "identity": {"rl.seed": 0, "model": "a"}}
     write_folder(tmp_path / "a", lambda draft: (draft / "x").touch(), facts)
     whole = (tmp_path / "a" / MANIFEST).read_bytes()

@@ -24,7 +24,7 @@ def test_a_number_of_threads_holds_inside_its_block_only(count: int | None, insi
 
 
 @pytest.mark.parametrize(("width", "fitting"), [(64, 1), (4096, None)])
-def test_a_small_model_gets_one_thread_and_a_large_one_those_of_torch(width: int, fitting: int | None) -> None:
+def test_a_small_model_gets_one_thread_and_a_large_one_torchs_default(width: int, fitting: int | None) -> None:
     # The models have 4,096 and 16.8 M weights. Only the size decides, so that a resumed run rounds the same way.
     model = torch.nn.Linear(width, width, bias=False)
     assert fitting_threads(model) == fitting

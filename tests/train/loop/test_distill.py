@@ -41,7 +41,7 @@ def test_the_teacher_is_left_as_it_is() -> None:
     assert all(weight.grad is None for weight in TEACHER.parameters())
 
 
-def test_what_fits_no_loop_is_refused_at_its_start() -> None:
+def test_options_that_do_not_fit_the_loop_are_refused_at_its_start() -> None:
     with pytest.raises(ConfigError, match="give both, or neither"):
         loop_of(None)
     with pytest.raises(ConfigError, match="give both, or neither"):

@@ -102,7 +102,7 @@ def test_an_evaluation_leaves_the_mode_of_the_model_and_torchs_random_state(tmp_
     assert evaluation.at(3, 5, None) == {}
 
 
-def test_evaluations_are_due_at_the_first_step_each_so_many_and_the_last_once_each() -> None:
+def test_evaluations_are_due_once_at_the_first_last_and_every_nth_step() -> None:
     def due(num_steps: int, every: int | None, *, knows_first: bool = False) -> list[int]:
         evaluation = Evaluation(measure=lambda _: {"eval/loss": 1.0}, every=every, knows_first=knows_first)
         return [step for step in range(num_steps + 1) if evaluation.at(step, num_steps, None)]

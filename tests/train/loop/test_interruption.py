@@ -58,7 +58,7 @@ def in_small_batches() -> SftLoop:
     return tiny_loop(build(), max_batch_tokens=100)
 
 
-def test_a_run_ended_between_micro_batches_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_ended_between_micro_batches_resumes_to_the_same_bits(tmp_path: Path) -> None:
     whole = in_small_batches()
     words: list[int] = []
     whole.on_progress = lambda _, num_done, __: words.append(num_done)
@@ -106,7 +106,7 @@ def test_a_signal_during_the_last_evaluation_ends_the_run_after_its_last_step_is
     assert ended.value.__notes__ == ["step 2 is saved, and was not evaluated"]
 
 
-def test_where_all_is_saved_a_signal_need_not_wait(tmp_path: Path) -> None:
+def test_a_signal_need_not_wait_if_everything_is_saved(tmp_path: Path) -> None:
     interruption, loop, checkpoints = Interruption(RankGroup()), tiny_loop(), store(tmp_path / "checkpoints")
     steps = run_steps(
         loop, num_steps=3, save_every=2, checkpoints=checkpoints, metrics=Metrics([]), interruption=interruption

@@ -129,7 +129,7 @@ def test_a_report_is_logged_under_the_names_of_metrics() -> None:
     assert metrics.PEAK_MEMORY_BYTES not in values
 
 
-def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_alone() -> None:
+def test_a_step_whose_gradient_is_not_finite_keeps_the_weights() -> None:
     loop = tiny_loop()
     loop.step()
     weight = loop.model.get_parameter("model.norm.weight")

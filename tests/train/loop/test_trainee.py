@@ -110,7 +110,7 @@ def test_gradients_and_log_probs_are_those_of_flat_sequences(
         )
 
 
-def test_off_computes_every_datum_alone_with_the_same_gradients() -> None:
+def test_off_computes_every_datum_separately_with_the_same_gradients() -> None:
     data, found = data_of("ppo"), []
     for shares in (True, False):
         trainee = trainee_of(LORA, shares=shares)
@@ -132,7 +132,7 @@ def test_an_error_adds_no_gradient_and_keeps_earlier_ones() -> None:
         torch.testing.assert_close(weight.grad, before[name], rtol=0, atol=0)
 
 
-def test_an_update_is_adamws_and_one_of_no_finite_numbers_changes_nothing() -> None:
+def test_an_update_is_adamws_and_a_non_finite_one_changes_nothing() -> None:
     trainee, data = trainee_of(ALL), data_of("cross_entropy")
     own = {name: weight.detach().clone().requires_grad_() for name, weight in trainee.weights.items()}
     params = {**ADAM, "weight_decay": 0.1, "grad_clip_norm": 0.5}
@@ -172,7 +172,7 @@ def test_trainees_share_the_base_weights_and_change_only_their_own() -> None:
 
 
 @pytest.mark.parametrize("options", [LORA, ALL], ids=["lora", "all"])
-def test_a_checkpoint_with_its_optimizer_goes_on_bitwise(options: TraineeOptions, tmp_path: Path) -> None:
+def test_a_checkpoint_with_its_optimizer_resumes_bitwise(options: TraineeOptions, tmp_path: Path) -> None:
     data = data_of("cross_entropy")
 
     def steps(trainee: Trainee, count: int) -> None:

@@ -245,7 +245,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: 
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_given_scores_that_fit_nothing_are_refused_before_any_gradient(teacher: Any, message: str) -> None:
+def test_mismatched_scores_are_refused_before_any_gradient(teacher: Any, message: str) -> None:
     forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4]])
     with pytest.raises(InputError, match=message):
         backward(STUDENT, forest, distill(teacher))
