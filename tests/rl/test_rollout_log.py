@@ -44,7 +44,7 @@ def test_advantages_are_logged_with_their_rollouts() -> None:
     advantages = [np.array([0.5]), np.zeros(0), np.array([-1.0, 1.0])]
     trajectories = as_trajectories(GROUPS, epoch=0, step=1, advantages=advantages)
     assert [t.advantage for t in trajectories] == [0.5, -1.0, 1.0]
-    with pytest.raises(InputError, match=r"groups of \[1, 0, 2\], advantages of \[1, 0, 1\]"):
+    with pytest.raises(InputError, match=r"groups of \[1, 0, 2\] and advantages of \[1, 0, 1\]"):
         as_trajectories(GROUPS, epoch=0, step=1, advantages=[*advantages[:2], np.zeros(1)])
 
 
