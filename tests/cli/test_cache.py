@@ -75,5 +75,5 @@ def test_data_files_of_a_run_may_be_patterns(folder: Path) -> None:
         found = load_corpus(DataConfig(files=("part-*.jsonl",)), config_dir=folder)
         assert list(found.digests.values()) == list(named.digests.values())
         assert [task.task_id for task in found.tasks] == ["a", "b", "b", "c"]
-    with pytest.raises(InputError, match="looked up in"):
+    with pytest.raises(InputError, match="is not in"):
         load_corpus(DataConfig(files=("none-*.jsonl",)), config_dir=folder)

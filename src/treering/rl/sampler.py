@@ -94,12 +94,12 @@ class FailedSteps:
         self._count = self._count + 1 if has_failed else 0
         if self._count < (1 if step == 1 else MAX_FAILED_STEPS):
             return
-        steps = "step 1," if step == 1 else f"{MAX_FAILED_STEPS} steps in a row, in step {step}"
+        steps = "step 1" if step == 1 else f"steps {step - MAX_FAILED_STEPS + 1} to {step}"
         error, count = max(collected.error_counts.items(), key=lambda item: item[1])
+        example = next((each for each in collected.reward_errors if each.endswith(error)), error)
         raise StateError(
-            f"a run learns from rewards, and {self._reward_name} failed for every rollout of {steps} for "
-            f"{collected.num_reward_errors}; {plural(count, 'time')} with {error}; one of them is "
-            f"{collected.reward_errors[0]}; correct it"
+            f"{example} ({count} of {plural(collected.num_reward_errors, 'rollout')}; {self._reward_name} failed for "
+            f"every rollout of {steps})"
         )
 
 

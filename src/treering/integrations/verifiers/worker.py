@@ -26,7 +26,7 @@ from typing import Any
 VERSIONS = ((0, 4),)
 """Supported minor versions."""
 _PATIENCE_S = 25.0
-_MAX_TEXT = 190
+_MAX_TEXT = 160
 """Characters of an error, so that the trainer's message around it stays within 300."""
 
 Record = Mapping[str, Any]
