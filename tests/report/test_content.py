@@ -85,7 +85,7 @@ def test_damaged_settings_and_rollouts_are_notes(tmp_path: Path) -> None:
     (tmp_path / "rollouts" / "epoch-001.jsonl").write_text("nonsense\n{}\n")
     found = content_of(tmp_path)
     assert any(note.startswith("config.json cannot be read") for note in found["notes"])
-    assert any(note.startswith("epoch-001.jsonl is left out") for note in found["notes"])
+    assert any(note.startswith("epoch-001.jsonl cannot be read") for note in found["notes"])
     # The previous epoch is drawn instead.
     assert found["epoch"] == 0
 

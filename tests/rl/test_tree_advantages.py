@@ -199,7 +199,7 @@ def test_memory_follows_the_tokens_of_the_branches() -> None:
         ([[1], [0], [0], [1]], {}, InputError, r"got shape \(4, 1\) for 4"),
         ([1, [0, 1], 1, 0], {}, InputError, "flat list of numbers, one per branch"),
         (["a", 1, 1, 1], {}, InputError, "flat list of numbers, one per branch"),
-        ([1, 0, math.nan, 1], {}, InputError, r"leaf_rewards\[2\] must be finite, got nan; leave that branch out"),
+        ([1, 0, math.nan, 1], {}, InputError, r"leaf_rewards\[2\] must be finite, got nan; drop that branch"),
         ([0] * 4, {"groups": [1, 2]}, InputError, "groups needs one id per branch, got 2 for 4 branches"),
         ([0] * 4, {"groups": [1, 2, 2.5, 1]}, InputError, "groups holds strings or integers, got 2.5"),
         ([0] * 4, {"baseline": "tree_grpo", "trees": [1]}, InputError, "trees needs one id per branch, got 1"),

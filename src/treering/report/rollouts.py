@@ -71,7 +71,7 @@ def _read(files: Sequence[Path], notes: list[str]) -> Rollouts:
                 if each.tokens is not None and each.epoch is not None:
                     found.setdefault(each.epoch, []).append(each)
         except (InputError, OSError) as error:
-            notes.append(f"{file.name} is left out: {error}")
+            notes.append(f"{file.name} cannot be read: {error}")
     for rollouts in found.values():
         rollouts.sort(key=lambda each: each.step or 0)
     return Rollouts(epochs={epoch: found[epoch] for epoch in sorted(found)}, notes=tuple(notes))

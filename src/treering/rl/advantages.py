@@ -45,7 +45,7 @@ def group_advantages(rewards: NDArray[np.float64], estimator: Estimator) -> NDAr
     if estimator not in get_args(Estimator):
         raise ConfigError(f"an estimator is one of {', '.join(get_args(Estimator))}, got {estimator!r}; choose one")
     if rewards.ndim != 1 or not np.isfinite(rewards).all():
-        raise InputError(f"rewards are a flat list of finite numbers, got {rewards}; leave such rollouts out")
+        raise InputError(f"rewards must be a flat list of finite numbers, got {rewards}; drop the other rollouts")
     # Do not test the deviation: the mean of equal numbers may be rounded, which makes the deviation tiny but not 0.
     if (rewards == rewards[:1]).all():
         return np.zeros(rewards.size)
@@ -205,7 +205,7 @@ def tree_advantages(
     and leave_one_out gives RLOO's.
 
     Args:
-        forest: of K branches.
+        forest: a forest with K branches.
         leaf_rewards: K finite numbers, in the order of the branches.
         baseline: see above.
         scale_rewards: see `ScaleRewards`. Uses the sample deviation. Refused for tree_grpo, which divides already.
@@ -371,7 +371,7 @@ def _as_rewards(leaf_rewards: Sequence[float] | NDArray[Any], num_branches: int)
         )
     bad = np.flatnonzero(~np.isfinite(rewards))
     if bad.size:
-        raise InputError(f"leaf_rewards[{bad[0]}] must be finite, got {rewards[bad[0]]}; leave that branch out")
+        raise InputError(f"leaf_rewards[{bad[0]}] must be finite, got {rewards[bad[0]]}; drop that branch")
     return rewards
 
 

@@ -67,7 +67,7 @@ class RlLoop(Resumable[RlStepReport]):
             task: prompts and rewards.
             make_engine: see `EngineFactory`.
             optim: the optimiser.
-            options: of sampling and training.
+            options: options of sampling and training.
             drafting: history of earlier rollouts; None disables speculation (the off-switch).
             teacher: model to distill from, with `options.distill`.
             group: ranks of a prepared model, which share the prompts to sample and the trees to train.
