@@ -196,7 +196,7 @@ def test_liger_is_refused_without_its_package(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("family", "overrides", "reason"),
     [
-        ("mixtral", {}, "model type 'mixtral' is none of them"),
+        ("mixtral", {}, "but not for model type 'mixtral'"),
         ("qwen3", {"hidden_act": "gelu"}, "compute silu .* this model has the activation 'gelu'"),
         ("qwen3", {}, "run on CUDA, and the model is on cpu"),
     ],

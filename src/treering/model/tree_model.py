@@ -156,8 +156,7 @@ def _bind(model: nn.Module, *, calls_modules: bool) -> TreeModel:
     vision = find_vision(causal_lm)
     decoder = causal_lm.get_decoder()
     config = causal_lm.config if vision is None else decoder.config
-    family = _family_of(config)
-    _check_layer_types(config, num_layers=len(decoder.layers))
+    family = _family_of(config, num_layers=len(decoder.layers))
     _check_attention(config)
     _check_positions(config)
     _check_output(causal_lm)
@@ -217,7 +216,7 @@ def _holds_module(model: nn.Module) -> bool:
     return "module" in model._modules
 
 
-def _family_of(config: PreTrainedConfig) -> Family:
+def _family_of(config: PreTrainedConfig, *, num_layers: int) -> Family:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise UnsupportedError(
@@ -229,19 +228,16 @@ def _family_of(config: PreTrainedConfig) -> Family:
             f"{'.'.join(map(str, RECURRENT_SINCE))} or newer, got {transformers.__version__}; upgrade transformers"
         )
     supported = (*_LAYER_TYPES, _RECURRENT) if family.mixer else _LAYER_TYPES
-    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+    kinds = getattr(config, "layer_types", None) or ()
+    if kinds and len(kinds) < num_layers:
+        raise UnsupportedError(
+            f"config.layer_types must name every layer, got {len(kinds)} names for {num_layers} layers; after PEFT's "
+            "layer_replication, set model.config.layer_types to the kinds of the replicated layers"
+        )
+    for index, kind in enumerate(kinds):
         if kind not in supported:
             raise UnsupportedError(f"layer {index} is {kind!r}; supported are {', '.join(supported)}")
     return family
-
-
-def _check_layer_types(config: PreTrainedConfig, *, num_layers: int) -> None:
-    kinds = getattr(config, "layer_types", None)
-    if kinds and len(kinds) < num_layers:
-        raise UnsupportedError(
-            f"config.layer_types must name every layer, got {len(kinds)} names for {num_layers} layers; after "
-            "PEFT's layer_replication, set model.config.layer_types to the kinds of the replicated layers"
-        )
 
 
 def transformers_release() -> tuple[int, ...]:

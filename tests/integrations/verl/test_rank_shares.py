@@ -84,7 +84,7 @@ def test_groups_come_in_the_order_in_which_their_last_rows_were_done() -> None:
 def test_rows_that_ranks_cannot_have_equally_many_of_are_refused() -> None:
     with pytest.raises(InputError, match="3 rows cannot be divided equally among 2 ranks"):
         share_rows(Forest.from_sequences([[1], [2], [3]]), "abc", 2)
-    with pytest.raises(InputError, match=r"2 mini-batches of 3 ranks .* there are 3; give a multiple of 6"):
+    with pytest.raises(InputError, match=r"3 rows cannot .* among 2 mini-batches of 3 ranks; give a multiple of 6"):
         order_rows("abc", 3, 2)
 
 

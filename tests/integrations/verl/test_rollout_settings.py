@@ -55,5 +55,5 @@ def test_responses_stand_under_the_prompts_that_the_drafter_finds_by_their_token
     }
     with pytest.raises(InputError, match=r"must have the same length, got \[1, 2\]"):
         record_batch(store, [[1]], [[2], [3]], version=0)
-    with pytest.raises(InputError, match=r"got \[1, 1, 2\] of them"):
+    with pytest.raises(InputError, match=r"must have the same length, got \[1, 1, 2\]"):
         record_batch(store, [[1]], [[2]], version=0, prompt_ids=["a", "b"])

@@ -78,7 +78,7 @@ def test_gradient_checkpointing_changes_no_gradient(mode: str) -> None:
 
 
 def test_gradient_checkpointing_is_refused_for_a_model_without_it() -> None:
-    with pytest.raises(UnsupportedError, match="Linear has no gradient checkpointing"):
+    with pytest.raises(UnsupportedError, match="Linear does not support gradient checkpointing"):
         enable_gradient_checkpointing(nn.Linear(2, 2), "reentrant")
     enable_gradient_checkpointing(nn.Linear(2, 2), "none")
 
@@ -153,11 +153,11 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "lacks"), [({"shared": "once"}, "such trees"), ({"normalizer": "tree_mean"}, "tree per task")]
+    ("options", "setting"), [({"shared": "once"}, "shared"), ({"normalizer": "tree_mean"}, "normalizer")]
 )
-def test_other_layouts_have_no_tree_of_a_task_to_share_or_average_over(options: dict[str, str], lacks: str) -> None:
+def test_other_layouts_have_no_tree_of_a_task_to_share_or_average_over(options: dict[str, str], setting: str) -> None:
     for layout in ("joined", "packed"):
-        with pytest.raises(ConfigError, match=f'layout = "{layout}" has no {lacks}'):
+        with pytest.raises(ConfigError, match=f'{setting} = .* needs one tree per task, got layout = "{layout}"'):
             SftOptions(trees_per_step=1, layout=layout, **options)  # type: ignore[arg-type]
     SftOptions(trees_per_step=1, layout="tree", **options)  # type: ignore[arg-type]
 
@@ -177,7 +177,7 @@ def test_a_sequence_beyond_the_models_positions_is_refused_before_the_first_step
     assert tiny_loop(build(max_position_embeddings=longest)).step().step == 1
     num_long = sum(length > longest - 1 for length in lengths)
     task_id = next(task.task_id for task in tasks if any(one.size == longest for one in task.sequences))
-    message = rf"reads {longest - 1} positions, and a sequence of task {task_id!r} with {longest} tokens goes beyond; "
+    message = rf"has {longest - 1} positions, and a sequence of task {task_id!r} with {longest} tokens goes beyond; "
     with pytest.raises(InputError, match=message + rf"{num_long} of {len(lengths)} are too long: set data.max_length"):
         tiny_loop(build(max_position_embeddings=longest - 1))
     model = build(max_position_embeddings=longest - 1)
