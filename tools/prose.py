@@ -1,7 +1,7 @@
 """Check docstrings, comments and pages for openings and phrases that read as translated.
 
-`python tools/prose.py` prints file, line, what was found and what to write instead, for every room that is not in
-PENDING; `--all --counts` prints one number for each fault, with the pending rooms.
+`python tools/prose.py` prints file, line, what was found and what to write instead; `--counts` prints one number for
+each fault.
 """
 
 import argparse
@@ -17,11 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("src", "tests", "benchmarks", "examples", "tools", "docs")
 # Rooms whose prose is still to be rewritten. Remove a line when its room is clean; add none.
-PENDING = (
-    "docs/settings.md",
-    "src/treering/",
-    "tests/",
-)
+PENDING = ()
 OPENINGS = {
     "Of": "begin with the subject or a verb",
     "Those": "name what they are",
@@ -84,9 +80,8 @@ def faults(text: str, *, is_docstring: bool) -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    """Print the faults; return 1 if a room that is not pending has one."""
+    """Print the faults; return 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="also the rooms in PENDING")
     parser.add_argument("--counts", action="store_true", help="one number for each fault")
     options = parser.parse_args()
     files = [ROOT / "README.md", *sorted(f for name in FOLDERS for f in (ROOT / name).rglob("*") if f.is_file())]
@@ -94,9 +89,7 @@ def main() -> int:
     num_pieces = 0
     for path in files:
         name = path.relative_to(ROOT).as_posix()
-        if path.suffix not in (".py", ".md") or (name.startswith(PENDING) and not options.all):
-            continue
-        if path == Path(__file__):
+        if path.suffix not in (".py", ".md") or path == Path(__file__):
             continue
         for line, text, is_docstring in pieces(path):
             num_pieces += 1

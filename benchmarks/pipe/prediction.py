@@ -14,7 +14,7 @@ from treering.errors import InputError
 from treering.history.budget import non_decreasing
 from treering.schedule.cluster import Latency
 from treering.schedule.histopipe import make_policy
-from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
+from treering.schedule.policy import Assignment, Forecast, PlanRequest, SchedulePolicy
 from treering.schedule.predict import make_predictor
 from treering.schedule.simulator import Timeline, simulate
 from treering.schedule.traces import Trace, TraceStep
@@ -71,7 +71,7 @@ class TimedRun:
         return np.minimum(beside + _num_covering(middle, self.updates), _NUM_STATES - 1)
 
 
-class MeasuredLatencyPolicy(Policy):
+class MeasuredLatencyPolicy(SchedulePolicy):
     """A policy that plans each step with the latency that a run had measured when it planned that step.
 
     A step is planned while the last step whose lengths it may use is trained, so that step's times are not known yet.
@@ -80,7 +80,7 @@ class MeasuredLatencyPolicy(Policy):
     and those before it with the cluster's.
     """
 
-    def __init__(self, policy: Policy, latencies: Sequence[Latency | None]) -> None:
+    def __init__(self, policy: SchedulePolicy, latencies: Sequence[Latency | None]) -> None:
         """`latencies`: what the run had measured after 0, 1, 2, ... steps; None: nothing yet."""
         self._policy, self._latencies = policy, latencies
 

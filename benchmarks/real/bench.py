@@ -2,7 +2,7 @@
 
 `python -m benchmarks real` fetches SmolLM2-135M-Instruct (`treering fetch smollm2`) and runs its parts. Each is kept in
 `--folder` when it is done, so that the same command goes on where it was ended. Processor time counts, as other
-processes may take the machine; wall time and load stand beside it.
+processes may take the machine; wall time and load are reported next to it.
 """
 
 import json

@@ -28,7 +28,7 @@ GROUP_SIZE = 4
 def distances(folder: Path, *, num_seeds: int, on_progress: OnProgress) -> dict[str, Any]:
     """Distance of each way to the float64 tree over its norm, medians over seeds.
 
-    tree: Treering. packed: Treering, each sequence a chain of its own. stock: transformers, one sequence after another.
+    tree: Treering. packed: Treering, one chain per sequence. stock: transformers, one sequence after another.
     stock_wide: the same with its log-softmax, over 49,152 logits, in float64.
     """
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -54,7 +54,7 @@ def sample_group(model: PreTrainedModel, folder: Path, seed: int) -> tuple[int, 
 
 
 def requests_of(folder: Path, *, num_prompts: int, size: int, seed: int) -> list[Request]:
-    """Groups of rollouts of 24 tokens at most for sums in words."""
+    """Groups of rollouts of at most 24 tokens for sums written as text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     sampling = Sampling(max_tokens=24, stop_tokens=(tokenizer.eos_token_id,))
     found = []
@@ -81,7 +81,7 @@ class Ways:
         return gradient(self._model)
 
     def packed(self) -> torch.Tensor:
-        """Each sequence a chain of its own."""
+        """One chain per sequence."""
         self.step([Forest.from_sequences([each]) for each in self._sequences])
         return gradient(self._model)
 

@@ -24,14 +24,14 @@ from treering.runtime.planning import Planner, RolloutPlan
 from treering.runtime.process import Actors
 from treering.schedule.cluster import Cluster, Latency, Rebalancing, linear_latency
 from treering.schedule.migration import Prices
-from treering.schedule.policy import Assignment, PlanRequest, Policy
+from treering.schedule.policy import Assignment, PlanRequest, SchedulePolicy
 from treering.schedule.predict import LengthPredictor, make_predictor
 from treering.train.loop.reference import MakeReference
 
 MAX_BATCH = 3
 
 
-class Dealt(Policy):
+class Dealt(SchedulePolicy):
     """Policy that assigns rollouts round-robin, optionally with stealing."""
 
     def __init__(self, stealing: Literal["off", "queued"] = "off") -> None:
@@ -77,7 +77,7 @@ class Noting(Dealt):
 GIVEN = linear_latency(step_s=20.0, row_s=0.05)
 
 
-def planner(policy: Policy, *, num_workers: int = 2, rebalancing: Rebalancing = "queued") -> Planner:
+def planner(policy: SchedulePolicy, *, num_workers: int = 2, rebalancing: Rebalancing = "queued") -> Planner:
     """Return a planner of five steps of two prompts in groups of two, at staleness 1."""
     return Planner(
         policy,
@@ -153,7 +153,7 @@ def pipeline(
     num_steps: int,
     num_workers: int = 2,
     staleness: int = 0,
-    policy: Policy | None = None,
+    policy: SchedulePolicy | None = None,
     history: Path | None = None,
     drafting: Drafting | None = None,
     reward_time_limit_s: float = 60.0,

@@ -29,7 +29,7 @@ from treering.rl.loop import RlLoop
 from treering.runtime.controller import PipelineSpec
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.cluster import STANDARD, Cluster
-from treering.schedule.policy import Assignment, PlanRequest, Policy
+from treering.schedule.policy import Assignment, PlanRequest, SchedulePolicy
 from treering.schedule.predict import make_predictor
 
 CHOSEN = RlOptions(
@@ -102,7 +102,7 @@ class InOrder(Dealt):
 
 
 def in_workers(
-    recipe: EnvRecipe, num_steps: int, *, num_workers: int = 2, staleness: int = 0, policy: Policy | None = None
+    recipe: EnvRecipe, num_steps: int, *, num_workers: int = 2, staleness: int = 0, policy: SchedulePolicy | None = None
 ) -> PipelineLoop:
     spec = PipelineSpec(
         recipe=recipe,

@@ -21,7 +21,7 @@ from treering.runtime.migration import Move
 from treering.runtime.open_step import OpenStep
 from treering.runtime.rollout_pool import RolloutPool
 from treering.runtime.weights import WeightStore
-from treering.schedule.measured_latency import PassTimes
+from treering.schedule.measured_latency import MeasuredTimes
 
 POLICY_VERSIONS = {0: 0, 1: 1}
 
@@ -90,7 +90,7 @@ def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, prog
         progress=progress or {},
         stats=EngineStats(),
         busy_s=0.5,
-        times=PassTimes(),
+        times=MeasuredTimes(),
     )
 
 

@@ -14,11 +14,11 @@ from treering.runtime.rollout_worker import PassTimer
 from treering.runtime.run_state import RunState
 from treering.runtime.trainer import TrainerClient
 from treering.schedule.cluster import Latency
-from treering.schedule.measured_latency import PassTimes
+from treering.schedule.measured_latency import MeasuredTimes
 
 
-def times(step_s: float, row_s: float, num_passes: int = 20) -> PassTimes:
-    found = PassTimes()
+def times(step_s: float, row_s: float, num_passes: int = 20) -> MeasuredTimes:
+    found = MeasuredTimes()
     for rows in (1, 2, 4):
         for _ in range(num_passes):
             found.note_pass(step_s + row_s * rows, num_rows=rows, num_prefilled=0, num_sampled=rows)
@@ -78,11 +78,11 @@ def test_a_pass_is_timed_from_the_end_of_the_previous_one_or_from_its_start() ->
     for count, left in ((1, 2), (2, 2), (3, 0), (4, 0)):
         timer.begin()
         timer.end(stats(7 + count, 70 + 2 * count, count), num_unfinished=left)
-    expected = PassTimes()
+    expected = MeasuredTimes()
     for seconds in (1.0, 2.0, 1.0):
         expected.note_pass(seconds, num_rows=2, num_prefilled=1, num_sampled=2)
     assert timer.take() == expected
-    assert timer.take() == PassTimes()
+    assert timer.take() == MeasuredTimes()
 
 
 def test_a_run_measures_its_passes_and_plans_with_them() -> None:

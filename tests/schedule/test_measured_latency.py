@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treering.errors import InputError
-from treering.schedule.measured_latency import PassTimes, merged
+from treering.schedule.measured_latency import MeasuredTimes, merged
 
 SECONDS = st.floats(0.0, 0.1)
 COUNTS = st.integers(0, 40)
@@ -18,7 +18,7 @@ SIZES = (1, 2, 3, 5, 8, 16)
 
 
 def told(passes, loads=(), trainings=()):
-    times = PassTimes()
+    times = MeasuredTimes()
     for seconds, rows, prefilled, sampled in passes:
         times.note_pass(seconds, num_rows=rows, num_prefilled=prefilled, num_sampled=sampled)
     for seconds in loads:
@@ -123,7 +123,7 @@ def test_loads_and_updates_count_with_their_median():
 
 
 def test_passes_of_hardly_a_row_each_give_no_latency():
-    times = PassTimes()
+    times = MeasuredTimes()
     # Means of 0.6 and 4 / 3 rows both round to one row.
     for num_rows, num_passes in [(1, 2)] * 20 + [(1, 1)] * 10 + [(4, 3)] * 20:
         times.note_pass(0.01 * num_passes, num_rows=num_rows, num_prefilled=0, num_sampled=1, num_passes=num_passes)
@@ -131,7 +131,7 @@ def test_passes_of_hardly_a_row_each_give_no_latency():
 
 
 def test_passes_timed_together_count_separately():
-    single, together = told([(0.003, 1, 0, 1)] * 20 + [(0.010, 8, 0, 8)] * 20), PassTimes()
+    single, together = told([(0.003, 1, 0, 1)] * 20 + [(0.010, 8, 0, 8)] * 20), MeasuredTimes()
     together.note_pass(0.06, num_rows=20, num_prefilled=0, num_sampled=20, num_passes=20)
     for _ in range(4):
         together.note_pass(0.05, num_rows=40, num_prefilled=0, num_sampled=40, num_passes=5)
@@ -142,13 +142,13 @@ def test_passes_timed_together_count_separately():
 def test_times_survive_pipes_and_checkpoints(passes, loads, trainings):
     times = told(passes, loads, trainings)
     assert pickle.loads(pickle.dumps(times)) == times
-    assert PassTimes.from_state(times.state()) == times
+    assert MeasuredTimes.from_state(times.state()) == times
     numbers = [number for cell in times.state()["cells"] for number in cell]
     assert all(type(number) is int for number in numbers)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
 def test_times_that_are_none_are_refused(seconds):
-    for note in (PassTimes().note_load, PassTimes().note_training, lambda s: told([(s, 1, 0, 1)])):
+    for note in (MeasuredTimes().note_load, MeasuredTimes().note_training, lambda s: told([(s, 1, 0, 1)])):
         with pytest.raises(InputError, match="at least 0"):
             note(seconds)

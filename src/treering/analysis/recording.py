@@ -80,13 +80,13 @@ def record(
     Example: prompts a, b, a in file order have the epochs 0, 0, 1.
     """
     rows = [
-        Sampled(one.task_id, one.epoch, one.step, int(row.loss_mask.sum()), row.reward)
+        RolloutFacts(one.task_id, one.epoch, one.step, int(row.loss_mask.sum()), row.reward)
         for one, row in zip(trajectories, rendered, strict=True)
     ]
     return choose(outline(rows, in_file_order=in_file_order)).record(lambda row: rendered[row])
 
 
-class Sampled(NamedTuple):
+class RolloutFacts(NamedTuple):
     """Properties of a rollout, without its tokens."""
 
     task_id: PromptId
@@ -142,7 +142,7 @@ class Outline:
         )
 
 
-def outline(rows: Sequence[Sampled], *, in_file_order: bool = False) -> Outline:
+def outline(rows: Sequence[RolloutFacts], *, in_file_order: bool = False) -> Outline:
     """Outline rollouts in file order; arguments and errors are those of `record`."""
     if in_file_order:
         counts: dict[PromptId, int] = {}

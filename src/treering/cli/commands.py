@@ -11,7 +11,7 @@ import typer
 import treering
 from treering.cli.cache import cache
 from treering.cli.doctor import doctor
-from treering.cli.eval.options import EvalOptions
+from treering.cli.eval.options import EvalArguments
 from treering.cli.fetch import fetch
 from treering.cli.init import init
 from treering.cli.inspect.options import InspectOptions
@@ -117,8 +117,8 @@ def train(config: ConfigFile, overrides: Overrides = None, json_output: JsonOutp
 
 
 @app.command("eval")
-@takes(EvalOptions)
-def evaluate(options: EvalOptions) -> None:
+@takes(EvalArguments)
+def evaluate(options: EvalArguments) -> None:
     """Measure a checkpoint or a model on held-out data: loss of trajectories, rewards and pass@k of prompts.
 
     Example: treering eval runs/sft

@@ -26,8 +26,8 @@ from treering.runtime.rollout_pool import RolloutPool
 from treering.runtime.trainer import TrainerClient, packed
 from treering.runtime.weights import WeightStore, model_tensors
 from treering.schedule.cluster import Cluster
-from treering.schedule.measured_latency import PassTimes
-from treering.schedule.policy import Policy
+from treering.schedule.measured_latency import MeasuredTimes
+from treering.schedule.policy import SchedulePolicy
 from treering.schedule.predict import LengthPredictor
 from treering.train.loop.reference import MakeReference
 from treering.train.progress import OnProgress, PhaseProgress
@@ -54,7 +54,7 @@ class PipelineSpec:
     """Steps of the whole run; no later step is sampled."""
     cluster: Cluster
     """Workers and staleness; policies also read its slots, and its latency until one is measured."""
-    policy: Policy
+    policy: SchedulePolicy
     """An unused scheduling policy."""
     predictor: LengthPredictor
     """An unused length predictor."""
@@ -122,7 +122,7 @@ class FinishedStep:
     policy_version: int
     trainer_wait_s: float
     bubble: float
-    times: PassTimes
+    times: MeasuredTimes
     spans: tuple[WorkerSpan, ...]
 
 
@@ -354,7 +354,7 @@ class Controller:
         self._idle_since_s = self._step_since_s = now
         self._rollout_pool.busy_s = 0.0
         bubble = max(0.0, 1.0 - busy_s / (elapsed_s * self._rollout_pool.num_workers))
-        times, self._rollout_pool.times = self._rollout_pool.times, PassTimes()
+        times, self._rollout_pool.times = self._rollout_pool.times, MeasuredTimes()
         times.note_training(done.train_s + done.update_s)
         policy_version = self.policy_versions[open_step.version]
         return FinishedStep(

@@ -16,7 +16,7 @@ from treering.rl.collect import Group, RewardResult
 from treering.rl.environments.episodes import Episode, Run
 from treering.rl.tasks.task import Task
 from treering.rl.trainer import Trained
-from treering.schedule.measured_latency import PassTimes
+from treering.schedule.measured_latency import MeasuredTimes
 from treering.train.loop.reference import MakeReference
 
 Work: TypeAlias = Request | Episode
@@ -117,7 +117,7 @@ class EndedWork:
     """Answer to `GiveUp`: the rollouts that were still running; None if this message is not an answer."""
     progress: Mapping[RolloutKey, int] = field(default_factory=dict)
     """Tokens of the running rollouts; empty if no report is due."""
-    times: PassTimes = field(default_factory=PassTimes)
+    times: MeasuredTimes = field(default_factory=MeasuredTimes)
     """Times of forward passes and weight loads since the previous message; not measured with episodes."""
 
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from treering.schedule.calibration import PRIOR_SPREAD
 from treering.schedule.cluster import Cluster, Latency
-from treering.schedule.measured_latency import PassTimes, merged
-from treering.schedule.policy import NUM_LEARNT, Assignment, Forecast, PlanRequest, Policy
+from treering.schedule.measured_latency import MeasuredTimes, merged
+from treering.schedule.policy import NUM_LEARNT, Assignment, Forecast, PlanRequest, SchedulePolicy
 from treering.schedule.predict import LengthPredictor, WaitPredictor
 from treering.schedule.simulator import NUM_FORECASTS, checked
 from treering.schedule.turns import Turns
@@ -55,7 +55,7 @@ class Planner:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: SchedulePolicy,
         predictor: LengthPredictor,
         cluster: Cluster,
         *,
@@ -75,7 +75,7 @@ class Planner:
         self._num_steps = num_steps
         self._plans: dict[int, RolloutPlan] = {}
         self._observed: deque[tuple[int, NDArray[np.float64], NDArray[np.int64]]] = deque(maxlen=NUM_LEARNT)
-        self._timed: deque[PassTimes] = deque(maxlen=NUM_TIMED)
+        self._timed: deque[MeasuredTimes] = deque(maxlen=NUM_TIMED)
         self._measured: Latency | None = None
 
     @property
@@ -102,7 +102,7 @@ class Planner:
             self._plans[step] = RolloutPlan(step=step, assignment=assignment, predicted=forecasts[0].lengths)
         return self._plans[step]
 
-    def note_times(self, times: PassTimes) -> None:
+    def note_times(self, times: MeasuredTimes) -> None:
         """Record the times since the previous step."""
         if self._cluster.rebalancing == "none":
             return
@@ -160,7 +160,7 @@ class Planner:
         self._measured = None
         self._waits.load_state(state["waits"])
         for timed in state["timed"]:
-            self.note_times(PassTimes.from_state(timed))
+            self.note_times(MeasuredTimes.from_state(timed))
         self._predictor.load_state(state["lengths"])
 
     def _forecast(self, step: int) -> Forecast:

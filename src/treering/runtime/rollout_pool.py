@@ -24,7 +24,7 @@ from treering.runtime.open_step import OpenStep
 from treering.runtime.process import Actors, RunProcess
 from treering.runtime.rollout_worker import EpisodeWorker, RolloutWorker
 from treering.runtime.weights import WeightStore
-from treering.schedule.measured_latency import PassTimes
+from treering.schedule.measured_latency import MeasuredTimes
 
 OpenSteps: TypeAlias = Mapping[int, OpenStep]
 """Steps that are being sampled, by number, in order."""
@@ -121,7 +121,7 @@ class RolloutPool:
         self.processes = [RunProcess(name, "rollout_worker", role, actors, time_limit_s=time_limit_s) for name in names]
         self._workers = [WorkerState(process=process) for process in self.processes]
         self.busy_s = 0.0
-        self.times = PassTimes()
+        self.times = MeasuredTimes()
         for process in self.processes:
             process.start(settings)
 

@@ -26,7 +26,7 @@ from treering.runtime.messages import (
     WorkerSettings,
 )
 from treering.runtime.weights import load_weights
-from treering.schedule.measured_latency import PassTimes
+from treering.schedule.measured_latency import MeasuredTimes
 
 _REPORT_S = 0.2
 """Minimum seconds between progress reports."""
@@ -111,7 +111,7 @@ class PassTimer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """Start without times; `clock` returns seconds."""
         self._clock = clock
-        self._times = PassTimes()
+        self._times = MeasuredTimes()
         self._before = EngineStats()
         self._since_s: float | None = None
         self._is_first = True
@@ -153,9 +153,9 @@ class PassTimer:
         """Skip the time until the next pass, because all running rollouts were removed."""
         self._since_s = None
 
-    def take(self) -> PassTimes:
+    def take(self) -> MeasuredTimes:
         """Return the times since the previous call."""
-        times, self._times = self._times, PassTimes()
+        times, self._times = self._times, MeasuredTimes()
         return times
 
 

@@ -121,7 +121,7 @@ _ALIKE = 1.25
 STANDARD = linear_latency(step_s=20.0, row_s=0.05)
 """Default where nothing was measured: plans depend on how a step grows with its rows, not on the unit.
 
-A run measures its own latency (`PassTimes`)."""
+A run measures its own latency (`MeasuredTimes`)."""
 
 
 Rebalancing = Literal["none", "queued", "running"]

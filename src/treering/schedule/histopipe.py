@@ -14,7 +14,7 @@ from treering.errors import ConfigError
 from treering.schedule.calibration import PRIOR_SIGMA, CalibratedLengths
 from treering.schedule.cluster import Cluster, Shape, is_among, shape_of
 from treering.schedule.placement import Fifo, PlacementPlan, PlanPolicy, place
-from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
+from treering.schedule.policy import Assignment, Forecast, PlanRequest, SchedulePolicy
 from treering.schedule.simulator import bound_s, simulate, with_training
 from treering.schedule.traces import Trace, TraceStep
 from treering.schedule.turns import even_turns
@@ -227,7 +227,7 @@ def _drawn(
     return Trace(steps=tuple(steps), max_tokens=max_tokens)
 
 
-class HistoPipe(Policy):
+class HistoPipe(SchedulePolicy):
     """Searches a family of plans for the least simulated makespan of the next steps.
 
     The paper's alternating equal groups (RhymeRL, arXiv 2508.18588, section 6.2) are one of them. Others are longest
@@ -338,7 +338,7 @@ class HistoPipe(Policy):
         self._shapes = [(shape[0], shape[1]) for shape in state.get("shapes", [])]
 
 
-POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
+POLICIES: Mapping[str, Callable[[], SchedulePolicy]] = MappingProxyType(
     {
         "fifo": Fifo,
         "longest_first": lambda: PlanPolicy(PlacementPlan(name="longest_first")),
@@ -348,7 +348,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 """Policy factories. All of them move work, not results."""
 
 
-def make_policy(name: str) -> Policy:
+def make_policy(name: str) -> SchedulePolicy:
     """Make the policy of that name.
 
     Raises:

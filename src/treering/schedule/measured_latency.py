@@ -58,7 +58,7 @@ class Sums(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class PassTimes:
+class MeasuredTimes:
     """Times of passes, weight loads and updates, independent of the order in which they are added.
 
     Times are integers in nanoseconds, so sums are exact. Passes are stored as sums per cell, so memory stays small.
@@ -109,7 +109,7 @@ class PassTimes:
         """
         self.trainings_ns = sorted([*self.trainings_ns, _nanoseconds(seconds)])
 
-    def add(self, other: "PassTimes") -> None:
+    def add(self, other: "MeasuredTimes") -> None:
         """Add all times of another object."""
         for cell, sums in other.cells.items():
             self.cells[cell] = self.cells.get(cell, Sums()).plus(sums)
@@ -153,9 +153,9 @@ class PassTimes:
         return cls(cells=cells, loads_ns=list(state["loads_ns"]), trainings_ns=list(state["trainings_ns"]))
 
 
-def merged(parts: Iterable[PassTimes]) -> PassTimes:
+def merged(parts: Iterable[MeasuredTimes]) -> MeasuredTimes:
     """Return the sum of all parts."""
-    whole = PassTimes()
+    whole = MeasuredTimes()
     for part in parts:
         whole.add(part)
     return whole

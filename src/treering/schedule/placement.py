@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from treering.compiling.once import compiled_once
 from treering.schedule.cluster import Cluster
-from treering.schedule.policy import Assignment, Moving, PlanRequest, Policy, Stealing
+from treering.schedule.policy import Assignment, Moving, PlanRequest, SchedulePolicy, Stealing
 from treering.schedule.simulated_step import sink
 
 
@@ -153,7 +153,7 @@ def _with_long_workers(
     return workers
 
 
-class Fifo(Policy):
+class Fifo(SchedulePolicy):
     """Random shards of equal size, each in prompt order; predictions are not used.
 
     Example: 6 rollouts on 2 workers: 3 each, drawn again in every step.
@@ -175,7 +175,7 @@ class Fifo(Policy):
         return Assignment(workers=shards, order=np.arange(num_rollouts))
 
 
-class PlanPolicy(Policy):
+class PlanPolicy(SchedulePolicy):
     """One plan for all steps, with uncorrected forecasts.
 
     Example: `PlanPolicy(PlacementPlan(name="turns", num_turns=2))` runs odd and even steps on different workers.

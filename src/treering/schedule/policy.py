@@ -138,7 +138,7 @@ class Assignment:
         object.__setattr__(self, "predicted_lengths", lengths)
 
 
-class Policy(ABC):
+class SchedulePolicy(ABC):
     """Policy that assigns the rollouts of each step to workers, and orders them. One object serves one run."""
 
     @property

@@ -127,7 +127,7 @@ class Rules(NamedTuple):
     """`migration.OFF`, `DRAIN` or `CONSOLIDATE`."""
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """Result of a step."""
 
     ends: Float64Array
@@ -365,7 +365,7 @@ def _move(state: StepState, work: StepRollouts, rules: Rules, worker: int, at: i
 
 
 @compiled_once()
-def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
+def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepOutcome:
     """Simulate a step's rollouts to their ends; worker w can start at `starts[w]`, float64 [W].
 
     Example: lengths [4, 2] in the queue of one worker with two slots, 1.0 s a token alone and 1.5 s for two: the second
@@ -394,7 +394,7 @@ def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
             move_outliers(state, work, rules, worker, time)
             _start_rollouts(state, work, rules, worker)
         announce(state, rules, worker)
-    return Outcome(state.now, state.counts, state.finished, state.totals[STOLEN], state.totals[MOVED])
+    return StepOutcome(state.now, state.counts, state.finished, state.totals[STOLEN], state.totals[MOVED])
 
 
 @compiled_once()

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from treering.errors import InputError
 from treering.schedule.cluster import STANDARD, Cluster, without_moves
 from treering.schedule.migration import CONSOLIDATE, DRAIN, OFF
-from treering.schedule.policy import Assignment, PlanRequest, Policy
+from treering.schedule.policy import Assignment, PlanRequest, SchedulePolicy
 from treering.schedule.simulated_step import Rules, StepRollouts, run_step
 from treering.schedule.traces import Trace, TraceStep
 from treering.schedule.turns import Parts
@@ -132,7 +132,9 @@ NUM_FORECASTS = 4
 """Steps in a request, including the present one."""
 
 
-def simulate(policy: Policy, trace: Trace, *, workers: Cluster | int, believed: Cluster | None = None) -> Timeline:
+def simulate(
+    policy: SchedulePolicy, trace: Trace, *, workers: Cluster | int, believed: Cluster | None = None
+) -> Timeline:
     """Simulate a run with a policy.
 
     Step k waits for the weights after step k - 1 - staleness, and each worker for its share of the previous step. A
@@ -245,7 +247,7 @@ class _Simulation:
         before = self._trained[-1] if self._trained else 0.0
         self._trained.append(max(self._sampled[-1], before) + latency.training_s)
 
-    def timeline(self, policy: Policy) -> Timeline:
+    def timeline(self, policy: SchedulePolicy) -> Timeline:
         """Return the timeline of the steps so far."""
         shares, sizes = self._shares, [share.workers.size for share in self._shares]
         return Timeline(

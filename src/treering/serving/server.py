@@ -132,7 +132,7 @@ class Caller:
     """Value of the header X-Session-ID."""
 
 
-class Sampler(Protocol):
+class CallSampler(Protocol):
     """Anything that answers calls."""
 
     async def sample(self, context: TokenIds, asked: Asked, caller: Caller) -> list[Rollout]:
@@ -401,7 +401,7 @@ class Server(Closing):
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: CallSampler,
         *,
         model: str,
         num_positions: int,

@@ -13,7 +13,7 @@ from tests.cli.runs import metrics_of
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
 from treering.cli.corpus import load_corpus
 from treering.cli.eval.command import run as evaluate
-from treering.cli.eval.options import EvalOptions
+from treering.cli.eval.options import EvalArguments
 from treering.cli.sft import split_corpus
 from treering.config import SftConfig, load
 from treering.errors import ConfigError
@@ -126,7 +126,7 @@ def test_a_checkpoint_is_evaluated_like_its_run_and_loads_as_its_card_shows(loss
     adapters = [f"lora.rank={rank}"] if rank else []
     summary, _ = losses("tree", "train.num_steps=1", 'eval.files=["held.jsonl"]', *adapters)
     last = metrics_of(folder / "tree")[-1]
-    evaluate(EvalOptions(name="tree", json_output=True))
+    evaluate(EvalArguments(name="tree", json_output=True))
     found = json.loads(capsys.readouterr().out)
     # The same computation on one thread.
     assert found["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)

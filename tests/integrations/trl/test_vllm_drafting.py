@@ -17,7 +17,7 @@ from treering.engine.protocol import EngineStats
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.history.store.reader import HistoryReader
 from treering.integrations.trl import vllm_drafts
-from treering.integrations.trl.vllm_drafting import JoinedTurns, Served, VLLMBatches, check_sampling
+from treering.integrations.trl.vllm_drafting import JoinedTurns, ServerConnection, VLLMBatches, check_sampling
 from treering.integrations.vllm.llm import EXTENSION
 from treering.integrations.vllm.vllm_settings import PROPOSER
 from treering.types import hash_of_prompt
@@ -69,9 +69,9 @@ class Client:
     ],
 )
 def test_a_server_that_would_draft_otherwise_is_refused(client: Client, error: type, message: str) -> None:
-    Served(Client(), Path("/runs/history"))
+    ServerConnection(Client(), Path("/runs/history"))
     with pytest.raises(error, match=message):
-        Served(client, Path("/runs/history"))
+        ServerConnection(client, Path("/runs/history"))
 
 
 def test_a_block_without_a_vllm_is_an_error_and_leaves_trl_as_it_was(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from treering.rl.environments.chat import (
     BYTES_FOLDER,
     ChatMemory,
     ChatTokens,
-    Turn,
+    ReadTurn,
     as_messages,
     as_tools,
     short_id,
@@ -59,7 +59,7 @@ def tokens_of(folder: Path, form: str = "Hermes", opening: str = "") -> ChatToke
     return ChatTokens(save_tokenizer(folder, SPECIAL, chat_template=template))
 
 
-def turn_of(chat: ChatTokens, text: str, *, tools: bool = True) -> Turn:
+def turn_of(chat: ChatTokens, text: str, *, tools: bool = True) -> ReadTurn:
     """Return the turn of a text that the model writes after a question."""
     schemas = as_tools([TOOL]) if tools else ()
     context = chat.prompt(as_messages([{"role": "user", "content": "Hi"}]), schemas)
@@ -128,7 +128,7 @@ def test_an_unknown_form_is_refused_before_anything_is_sampled(tmp_path: Path) -
 
 
 def test_ids_of_calls_have_nine_letters_or_digits_and_the_models_own_stay(tmp_path: Path) -> None:
-    found = Turn(text="", content="", calls=(*ADD, *ADD, ToolCall(name="f", arguments={}, id="mine")))
+    found = ReadTurn(text="", content="", calls=(*ADD, *ADD, ToolCall(name="f", arguments={}, id="mine")))
     ids = [call.id for call in found.with_ids("chat").calls]
     assert ids == [short_id("chat", 0), short_id("chat", 1), "mine"]
     assert all(len(each) == 9 and each.isalnum() for each in ids[:2])

@@ -10,12 +10,12 @@ from tests.schedule.simulator import small_optimum
 from treering.errors import InputError
 from treering.schedule.cluster import Cluster, linear_latency
 from treering.schedule.histopipe import POLICIES, HistoPipe, make_policy
-from treering.schedule.policy import Assignment, Policy
+from treering.schedule.policy import Assignment, SchedulePolicy
 from treering.schedule.simulator import NUM_FORECASTS, simulate
 from treering.schedule.traces import Trace, TraceStep
 
 
-class Fixed(Policy):
+class Fixed(SchedulePolicy):
     """Policy that returns fixed assignments and records its calls."""
 
     def __init__(self, *assignments):

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.display import PlainConsole, WorkProgress, facts_table, warnings_as_lines
-from treering.cli.eval.options import EvalOptions
+from treering.cli.eval.options import EvalArguments
 from treering.cli.hub import find_folder, find_model
 from treering.cli.messages import only_results_on_stdout
 from treering.cli.models import choose_device, load_checkpoint
@@ -30,7 +30,7 @@ from treering.train.loop.saved_run import CHECKPOINTS_FOLDER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class EvalTarget:
     """Weights to evaluate, and the configuration to do it with.
 
     Attributes:
@@ -42,7 +42,7 @@ class Target:
     config: SftConfig | RlConfig
 
 
-def find_target(options: EvalOptions) -> Target:
+def find_target(options: EvalArguments) -> EvalTarget:
     """Return the target of a command line.
 
     Raises:
@@ -66,7 +66,7 @@ def find_target(options: EvalOptions) -> Target:
         raise ConfigError(f"{name} is a model, which has no held-out data; name some with --file")
     if not config.eval.is_set:
         raise ConfigError(f"the run in {name} has no held-out data in [eval]; name some with --file")
-    return Target(weights=weights, config=config)
+    return EvalTarget(weights=weights, config=config)
 
 
 def is_a_run(name: str) -> bool:
@@ -157,7 +157,7 @@ def _at(weights: Path, config: SftConfig | RlConfig) -> SftConfig | RlConfig:
     return config.model_copy(update=update)
 
 
-def run(options: EvalOptions) -> None:
+def run(options: EvalArguments) -> None:
     """Evaluate, and print the metrics as JSON or as a table.
 
     Raises:
@@ -177,7 +177,7 @@ def run(options: EvalOptions) -> None:
         PlainConsole(file=results).print(_table(target, values))
 
 
-def _measure(target: Target, stack: ExitStack) -> Measure:
+def _measure(target: EvalTarget, stack: ExitStack) -> Measure:
     config = target.config
     if isinstance(config, RlConfig):
         prompts = load_held_out(config, Path())
@@ -191,7 +191,7 @@ def _measure(target: Target, stack: ExitStack) -> Measure:
     return HeldOutLoss(model, corpus.tasks, compute=config.options, layout=config.train.layout)
 
 
-def _model(target: Target, *, takes_pictures: bool) -> nn.Module:
+def _model(target: EvalTarget, *, takes_pictures: bool) -> nn.Module:
     model = load_checkpoint(target.weights, takes_pictures=takes_pictures)
     return model.to(choose_device(target.config.model.device))
 
@@ -206,6 +206,6 @@ def _held_out(config: SftConfig) -> Corpus:
     return held
 
 
-def _table(target: Target, values: dict[str, float]) -> Table:
+def _table(target: EvalTarget, values: dict[str, float]) -> Table:
     cells = {metric: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for metric, value in values.items()}
     return facts_table("treering eval", {"weights": str(target.weights), **cells})

@@ -10,7 +10,7 @@ from treering.cli.options import JsonOutput, Overrides, RunOrModel, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalOptions:
+class EvalArguments:
     """What to evaluate, and on which data."""
 
     name: RunOrModel

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from treering.analysis.recording import Outline, Recorded, Sampled, outline, some_prompts
+from treering.analysis.recording import Outline, Recorded, RolloutFacts, outline, some_prompts
 from treering.analysis.replay import Drafted, Look, replay
 from treering.cli.data_files import expanded, read_file
 from treering.cli.display import PlainConsole, WorkProgress, figures_table, note_compiling
@@ -40,7 +40,7 @@ NAMES: dict[Look, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rollouts:
+class RolloutOutline:
     """Outline of the rollouts of files; tokens are read when needed."""
 
     outline: Outline
@@ -191,7 +191,7 @@ def _num_with_history(recorded: Recorded) -> int:
     return int((recorded.epochs > first[recorded.prompts]).sum())
 
 
-def read_rollouts(options: InspectOptions, progress: WorkProgress) -> Rollouts:
+def read_rollouts(options: InspectOptions, progress: WorkProgress) -> RolloutOutline:
     """Return the rollouts of all files as one outline.
 
     If any rollout has no epoch, the n-th rollout of a prompt counts as epoch n.
@@ -212,18 +212,18 @@ def read_rollouts(options: InspectOptions, progress: WorkProgress) -> Rollouts:
         progress.console.print(form, soft_wrap=True)
     rows = [row for dataset in datasets for row in _sampled(dataset)]
     in_file_order = any(row.epoch is None for row in rows)
-    return Rollouts(
+    return RolloutOutline(
         outline=outline(rows, in_file_order=in_file_order),
         order="file" if in_file_order else "epochs",
         datasets=tuple(datasets),
     )
 
 
-def _sampled(dataset: TokenDataset) -> Iterator[Sampled]:
+def _sampled(dataset: TokenDataset) -> Iterator[RolloutFacts]:
     for task, epoch, step, num_sampled, reward in dataset.rows[
         ["task", "epoch", "step", "num_sampled", "reward"]
     ].tolist():
-        yield Sampled(
+        yield RolloutFacts(
             task_id=dataset.task_ids[task],
             epoch=None if epoch < 0 else epoch,
             step=None if step < 0 else step,

@@ -48,7 +48,7 @@ class SpanPicture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TextSpan:
     """Successive tokens that are treated alike."""
 
     text: str
@@ -78,7 +78,7 @@ class ShownTrajectory:
     """Leading tokens that another sequence of the task shares."""
     num_in_task: int
     """Number of sequences in its task."""
-    spans: tuple[Span, ...]
+    spans: tuple[TextSpan, ...]
 
 
 def shown_trajectories(
@@ -186,7 +186,7 @@ def _shown(
         spans=tuple(
             _picture_span(one, int(places[begin]), thumbnails, shared=bool(fates[begin, 1]))
             if places[begin]
-            else Span(
+            else TextSpan(
                 text=texts.decode(one.tokens[begin:end], is_first=begin == 0),
                 num_tokens=end - begin,
                 trained=bool(fates[begin, 0]),
@@ -206,11 +206,11 @@ def _places(one: RenderedTrajectory) -> npt.NDArray[np.int64]:
     return places
 
 
-def _picture_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails, *, shared: bool) -> Span:
+def _picture_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails, *, shared: bool) -> TextSpan:
     picture = one.pictures[number - 1].picture
     assert isinstance(picture, StoredPicture), "a file has encoded pictures"
     (width, height), digest = picture.size, picture.digest.hex()
-    return Span(
+    return TextSpan(
         text=f"[image {number}: {width}x{height}, {picture.num_tokens} tokens, digest {digest[:8]}…]",
         num_tokens=picture.num_tokens,
         trained=False,
@@ -318,7 +318,7 @@ def _facts(one: ShownTrajectory) -> list[PageSpan]:
     ]
 
 
-def _facts_of(span: Span) -> list[str]:
+def _facts_of(span: TextSpan) -> list[str]:
     also = [name for name in ("shared", "special") if getattr(span, name)]
     return ["trained" if span.trained else "context", *also]
 

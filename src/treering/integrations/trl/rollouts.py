@@ -192,7 +192,7 @@ def _own_forward(model: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Turn:
+class RolloutTurn:
     """Rollout plus the tokens that its environment wrote after it."""
 
     first: Request
@@ -214,7 +214,7 @@ class OpenTurns:
     def __init__(self) -> None:
         self._open: list[tuple[Int32Array, Request, Rollout]] = []
 
-    def take(self, contexts: Sequence[Sequence[int]]) -> list[Turn | None]:
+    def take(self, contexts: Sequence[Sequence[int]]) -> list[RolloutTurn | None]:
         """Return the rollout that each context continues, each at most once; None for a new rollout."""
         return [self._take_one(np.asarray(context, np.int32)) for context in contexts]
 
@@ -225,7 +225,7 @@ class OpenTurns:
         for request, rollout in zip(requests, rollouts, strict=True):
             self._open.append((np.concatenate([request.prompt, rollout.tokens]), request, rollout))
 
-    def _take_one(self, context: Int32Array) -> Turn | None:
+    def _take_one(self, context: Int32Array) -> RolloutTurn | None:
         fitting = [
             at
             for at, (tokens, _, _) in enumerate(self._open)
@@ -235,7 +235,7 @@ class OpenTurns:
             return None
         # The longest match is the newest turn of its rollout.
         tokens, request, rollout = self._open.pop(max(fitting, key=lambda at: self._open[at][0].size))
-        return Turn(first=request, so_far=rollout.observe(context[tokens.size :]))
+        return RolloutTurn(first=request, so_far=rollout.observe(context[tokens.size :]))
 
 
 Drafts = Literal["auto", "off"]

@@ -132,7 +132,7 @@ class Colocated:
         return _counts_of(self._llm.collective_rpc("treering_stats")[0])
 
 
-class Served:
+class ServerConnection:
     """vLLM server that a run's main process calls."""
 
     def __init__(self, client: Any, folder: Path) -> None:
@@ -322,7 +322,7 @@ class _Making:
     def _host(self, original: Callable[..., None], generation: Any) -> VLLMHost:
         if generation.mode == "server":
             original(generation)
-            return Served(getattr(generation, "vllm_client", None), self._folder)
+            return ServerConnection(getattr(generation, "vllm_client", None), self._folder)
         with (
             colocated_settings(self._folder, self._max_draft) as ours,
             _replaced(vllm_generation, "LLM", lambda make, **theirs: make(**theirs, **ours)),

@@ -73,7 +73,9 @@ class ChatTokens:
         """Return the ids after the seen messages, see `Renderer.continuation`."""
         return self.form.continuation(messages, num_seen, self._shown(tools))
 
-    def read(self, context: TokenIds, decode: Callable[[Decode], str], tools: Sequence[Mapping[str, Any]]) -> "Turn":
+    def read(
+        self, context: TokenIds, decode: Callable[[Decode], str], tools: Sequence[Mapping[str, Any]]
+    ) -> "ReadTurn":
         """Read the turn that the policy wrote after a context.
 
         Args:
@@ -94,10 +96,10 @@ class ChatTokens:
         thought = self.text.without_special(written[:start])
         if has_tags(written[:start]) and not has_tags(thought):
             # The tags are special tokens, which message text never contains.
-            return Turn(text=answer, content=answer, calls=calls, thought=thought.strip())
+            return ReadTurn(text=answer, content=answer, calls=calls, thought=thought.strip())
         if not calls and without_headers(written) == written:
-            return Turn(text=text if start == 0 else answer, content=text, calls=())
-        return Turn(text=answer, content=(thought + answer).strip(), calls=calls)
+            return ReadTurn(text=text if start == 0 else answer, content=text, calls=())
+        return ReadTurn(text=answer, content=(thought + answer).strip(), calls=calls)
 
     @cached_property
     def call_form(self) -> CallForm:
@@ -117,7 +119,7 @@ class ChatTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ReadTurn:
     """Turn of the policy as text, without special tokens."""
 
     text: str
@@ -129,7 +131,7 @@ class Turn:
     thought: str | None = None
     """Thought whose tags are special tokens, else None."""
 
-    def with_ids(self, *parts: object) -> "Turn":
+    def with_ids(self, *parts: object) -> "ReadTurn":
         """Return the turn with ids, derived from `parts`, for the calls that have none."""
         calls = [replace(each, id=each.id or short_id(*parts, i)) for i, each in enumerate(self.calls)]
         return replace(self, calls=tuple(calls))
