@@ -154,3 +154,19 @@ def test_several_traces_give_means_and_the_worst():
     assert together["worst_speedup_over_sync"] == min(row["speedup_over_sync"] for row in apart)
     assert together["worst_throughput_of_bound"] == min(row["throughput_of_bound"] for row in apart)
     assert together["choices"] == apart[0]["choices"]
+
+
+def test_rehearsals_are_a_row_and_a_sentence_of_their_own(capsys):
+    without = report_of(capsys, SMALL)
+    report = report_of(capsys, replace(SMALL, rehearse=1e-4))
+    *others, row = report["policies"]
+    assert others == without["policies"]
+    assert (row["policy"], row["staleness"], row["staleness_max"]) == ("rehearsed", 0, 0)
+    assert row["speedup_over_sync"] > 1
+    assert 0 < row["rehearsed_share"] <= 1
+    assert 0.9 < row["kept_share"] <= 1
+    assert report == report_of(capsys, replace(SMALL, rehearse=1e-4))
+    run(replace(SMALL, rehearse=1.0))
+    printed = capsys.readouterr().out
+    assert "rehearsed ends the run" in printed
+    assert "if a token changes with a chance of 1; 0% of the tokens were sampled early. Its bound" in printed

@@ -79,6 +79,16 @@ class SimulateOptions:
     load_s: Annotated[
         float, _of_cluster("--load", metavar="SECONDS", min=0, help="Seconds to load new weights into a worker.")
     ] = 0.0
+    rehearse: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            min=0,
+            max=1,
+            help="Add a synchronous loop whose idle rows sample the next step early, each token of which changes with "
+            "this chance, one update later.",
+        ),
+    ] = None
     json_output: JsonOutput = False
 
 
@@ -92,6 +102,8 @@ def simulate(options: SimulateOptions) -> None:
     Example: treering simulate runs/train --workers 4 --slots 16 --decode 25,0.1
 
     Example: treering simulate --rollouts 16384 --slots 64
+
+    Example: treering simulate --rehearse 2e-5 --prefill 0.02
     """
     # The simulation loads numba, which takes a second.
     from treering.cli.simulation import run

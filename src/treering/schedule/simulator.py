@@ -227,7 +227,7 @@ class _Simulation:
         version = cluster.version_of(number)
         opened = self._trained[version - 1] if version else 0.0
         starts = np.maximum(self._free, opened) + (latency.load_s if version else 0.0)
-        work = _queued_rollouts(step, assignment, cluster.num_workers)
+        work = queued_rollouts(step, assignment, cluster.num_workers)
         stealing, moving = assignment.stealing == "queued", OFF if step.has_waits else _MOVING[assignment.moving]
         rules = Rules(self._token_s, latency.prefill_s, float(cluster.max_tokens), stealing, moving)
         outcome = run_step(starts, work, rules)
@@ -269,7 +269,7 @@ class _Simulation:
         )
 
 
-def _queued_rollouts(step: TraceStep, assignment: Assignment, num_workers: int) -> StepRollouts:
+def queued_rollouts(step: TraceStep, assignment: Assignment, num_workers: int) -> StepRollouts:
     """Queue the rollouts of a step at their workers."""
     queued = assignment.order[np.argsort(assignment.workers[assignment.order], kind="stable")]
     sizes = np.bincount(assignment.workers, minlength=num_workers)
