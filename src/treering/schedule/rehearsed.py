@@ -18,7 +18,7 @@ from treering.schedule.cluster import Cluster, without_moves
 from treering.schedule.histopipe import plain_plans, rescaled, search, search_problem
 from treering.schedule.placement import PlacementPlan, longest_first, place
 from treering.schedule.policy import PlanRequest
-from treering.schedule.rehearsed_step import DoneStep, StepCosts, early_rollouts, run_with_rehearsals
+from treering.schedule.rehearsed_step import DoneStep, RehearsalCosts, early_rollouts, run_with_rehearsals
 from treering.schedule.simulated_step import StepRollouts
 from treering.schedule.simulator import NUM_FORECASTS, Timeline, longest_s, queued_rollouts, work_s
 from treering.schedule.traces import Trace, TraceStep
@@ -199,7 +199,7 @@ def simulate_rehearsed(
                 work=work._replace(num_prompt_tokens=np.where(rehearsed > 0, 0, work.num_prompt_tokens)),
                 contexts=work.num_prompt_tokens + kept,
                 early=early_rollouts(None if plan.num_rows is None else later, plan.num_rows or 0),
-                costs=StepCosts(token_s, latency.prefill_s, latency.training_s, stealing),
+                costs=RehearsalCosts(token_s, latency.prefill_s, latency.training_s, stealing),
             )
         )
         opened, rehearsed = done[-1].sampled + latency.training_s, done[-1].rehearsed

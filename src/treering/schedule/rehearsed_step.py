@@ -14,7 +14,7 @@ from treering.schedule.simulated_step import StepRollouts, pop, push
 from treering.schedule.traces import TraceStep
 
 
-class StepCosts(NamedTuple):
+class RehearsalCosts(NamedTuple):
     """Times, and whether idle workers steal."""
 
     token_s: Float64Array
@@ -71,7 +71,7 @@ def early_rollouts(step: TraceStep | None, num_rows: int) -> EarlyRollouts:
 
 @compiled_once()
 def run_with_rehearsals(
-    starts: Float64Array, work: StepRollouts, contexts: Int64Array, early: EarlyRollouts, costs: StepCosts
+    starts: Float64Array, work: StepRollouts, contexts: Int64Array, early: EarlyRollouts, costs: RehearsalCosts
 ) -> DoneStep:
     """Simulate a step until it is trained, and the rehearsals in rows that it leaves idle.
 
