@@ -19,7 +19,7 @@ from treering.errors import InputError, TreeringError
 
 SUBJECTS = {
     "tree": ("the tree step against separate flat sequences: time, memory, gradients", "--runs --only --full"),
-    "pictures": ("completions after pictures against stock padded batches: time, bound, gradients", "--runs"),
+    "images": ("completions after images against stock padded batches: time, bound, gradients", "--runs"),
     "distill": ("distilling a teacher on trees against flat sequences: time, memory, gradients", "--runs --only"),
     "compile": ("what numba compiles on a new installation: seconds by function", ""),
     "data": ("large files: memory and seconds of inspect, a second start, and sft to its first step", "--only"),

@@ -17,7 +17,7 @@ REPORTS = {
     "python -m benchmarks draft": ("draft_toolbench_dfsdt", "draft_qwen25math_maj8"),
     "python -m benchmarks engine": ("engine",),
     "python -m benchmarks loop": ("loop",),
-    "python -m benchmarks pictures": ("pictures",),
+    "python -m benchmarks images": ("images",),
     "python -m benchmarks real": ("real",),
     "python -m benchmarks tree": ("tree", "tree_sets", "tree_partitions"),
     "python -m benchmarks vllm": ("vllm",),

@@ -1,4 +1,4 @@
-"""Makes the pictures of the page for the documents, from a short demo: `make screenshots`.
+"""Makes the images of the page for the documents, from a short demo: `make screenshots`.
 
 They are those of headless Chromium, which has to be installed.
 """
@@ -30,7 +30,7 @@ PHONE = """<!doctype html><meta name="color-scheme" content="light dark"><body s
 
 
 def main() -> None:
-    """Makes a demo, unless the folder of one is given, and its pictures."""
+    """Makes a demo, unless the folder of one is given, and its images."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--demo", type=Path, help="folder of a demo; without it a small one is made")
     options = parser.parse_args()
@@ -67,7 +67,7 @@ def _only(page: str, *ids: str) -> str:
 def _shoot(work: Path, page: Path, file: Path, width: int, height: int, scheme: str) -> None:
     browser = next((found for name in NAMES if (found := shutil.which(name))), None)
     if browser is None:
-        raise SystemExit(f"pictures are made by Chromium, and none of {', '.join(NAMES)} is installed; install it")
+        raise SystemExit(f"images are made by Chromium, and none of {', '.join(NAMES)} is installed; install it")
     colors = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
     command = [
         *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *colors),

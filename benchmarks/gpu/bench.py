@@ -33,7 +33,7 @@ from treering.data import AgentSpec
 from treering.errors import ConfigError, TreeringError, UnsupportedError
 
 Size = Literal["full", "tiny"]
-Part = Literal["engine", "attention", "loop", "pictures", "model"]
+Part = Literal["engine", "attention", "loop", "images", "model"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -41,7 +41,7 @@ SHARES: dict[Part, float] = {
     "engine": 0.45,
     "attention": 0.3,
     "loop": 0.25,
-    "pictures": 0.2,
+    "images": 0.2,
     "model": 1.0,
 }
 """Share of the seconds left when a part begins; the last part of a run has all of them."""
@@ -185,12 +185,12 @@ def _measure_loop(report: PartReport, settings: Settings, sets: Sequence[Workloa
     measure_loop(report, size, plan, sets[-1], settings.device)
 
 
-def _measure_pictures(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
-    from benchmarks.gpu.pictures import measure_pictures
-    from benchmarks.pictures.cases import DEFAULT, QWEN2_5_VL_3B, small
+def _measure_images(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    from benchmarks.gpu.images import measure_images
+    from benchmarks.images.cases import DEFAULT, QWEN2_5_VL_3B, small
 
     measured = small(DEFAULT) if settings.size == "tiny" else QWEN2_5_VL_3B
-    measure_pictures(report, small(DEFAULT), measured, settings.device)
+    measure_images(report, small(DEFAULT), measured, settings.device)
 
 
 def _measure_models(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
@@ -202,14 +202,14 @@ MEASURE: dict[Part, Callable[[PartReport, Settings, Sequence[Workload]], None]] 
     "engine": _measure_engine,
     "attention": _measure_attention,
     "loop": _measure_loop,
-    "pictures": _measure_pictures,
+    "images": _measure_images,
     "model": _measure_models,
 }
 
 
 def _module(part: Part) -> Any:
     """The goals of a part and the columns of its cases; a part imports what it needs when it is asked for."""
-    return import_module(f"benchmarks.gpu.{part}" if part in ("loop", "pictures") else f"benchmarks.gpu.{part}.bench")
+    return import_module(f"benchmarks.gpu.{part}" if part in ("loop", "images") else f"benchmarks.gpu.{part}.bench")
 
 
 def _print(part: Part, columns: Mapping[str, Sequence[str]], report: Cell) -> None:

@@ -23,7 +23,7 @@ _EXTRAS = MappingProxyType(
         **{
             "aiohttp": "serve",
             "gguf": "fetch",
-            "PIL": "pictures",
+            "PIL": "images",
             "liger_kernel": "liger",
             "math_verify": "math",
             "peft": "peft",

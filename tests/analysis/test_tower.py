@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from tests.picture_models import build, picture
+from tests.image_models import build, image
 from treering.analysis.tower import read_tower
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
@@ -45,7 +45,7 @@ def test_flops_are_those_of_the_weights_and_the_pairs_of_patches(tmp_path, famil
     model = build(family)
     model.config.save_pretrained(tmp_path)
     # A window of 4 x 4 patches divides this image.
-    one = picture(family, 0, wide=True)
+    one = image(family, 0, wide=True)
     num_patches = len(one.values) if one.grid else 64 * len(one.values)
     patches, tokens = matrices_of(model)
     vision = model.config.vision_config

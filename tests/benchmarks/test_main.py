@@ -26,7 +26,7 @@ ALIKE = (
     "trl_rollouts",
     "vllm",
 )
-FILES = {name: name for name in (*ALIKE, "pictures")} | {"draft": "draft_toolbench_dfsdt"}
+FILES = {name: name for name in (*ALIKE, "images")} | {"draft": "draft_toolbench_dfsdt"}
 
 
 def test_published_results_have_the_columns_of_their_tables() -> None:

@@ -145,7 +145,7 @@ def test_prompts_are_computed_one_by_one(folder: Path, monkeypatch: pytest.Monke
     assert seen == [3, 3]
 
 
-def test_a_model_that_takes_pictures_leaves_nothing_to_compare(folder: Path) -> None:
+def test_a_model_that_takes_images_leaves_nothing_to_compare(folder: Path) -> None:
     checkpoints = check_run(folder)["checkpoints"]
     for checkpoint in checkpoints:
         (folder / "checkpoints" / checkpoint / "config.json").write_text('{"model_type": "qwen2_5_vl"}')

@@ -41,9 +41,9 @@ def test_router_losses_reach_every_loop_and_are_off_where_nothing_is_set() -> No
         load(SftConfig, None, [*sft, "router.z=-1"])
 
 
-def test_prompts_with_pictures_are_refused_before_vllm_starts() -> None:
+def test_prompts_with_images_are_refused_before_vllm_starts() -> None:
     config: Any = SimpleNamespace(engine=SimpleNamespace(kind="vllm"))
-    source: Any = SimpleNamespace(has_pictures=True)
+    source: Any = SimpleNamespace(has_images=True)
     model: Any = None
     with pytest.raises(UnsupportedError, match=r'engine\.kind = "vllm" does not .*set engine\.kind = "torch"'):
         engine_factory(config, model, source)

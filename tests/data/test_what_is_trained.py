@@ -148,7 +148,7 @@ def test_a_mask_of_no_certain_meaning_is_refused(tmp_path, fields, rule):
         (answer(content=None), "neither text nor a tool call"),
         (answer(content=""), "neither text nor a tool call"),
         (answer(content=[{"type": "video_url", "video_url": "a"}]), "of type 'video_url'"),
-        (answer(content=[{"type": "image_url", "image_url": "a"}, {"type": "text", "text": "a"}]), "has a picture"),
+        (answer(content=[{"type": "image_url", "image_url": "a"}, {"type": "text", "text": "a"}]), "has an image"),
         (answer(content=[{"type": "text", "text": "a"}, {"type": "reasoning", "text": "b"}]), "reasoning after text"),
         ({"role": "user", "content": None}, "content may be null only beside a tool call"),
         ({"role": "user", "content": "a", "train": True}, "trains a message that no policy wrote"),

@@ -51,14 +51,14 @@ def test_calculator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gain(rewards) > ERRORS * noise(rewards)
 
 
-def test_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers.image_processing_backends")
-    example = runpy.run_path(str(EXAMPLES / "pictures/dots.py"))
+    example = runpy.run_path(str(EXAMPLES / "images/dots.py"))
     example["write_model"]()
     example["write_data"]()
-    losses = trained(monkeypatch, "pictures/start.toml", "train/loss")
+    losses = trained(monkeypatch, "images/start.toml", "train/loss")
     assert -gain(losses) > ERRORS * noise(losses)
-    rewards = trained(monkeypatch, "pictures/config.toml", "reward/mean", "rl.num_steps=100")
+    rewards = trained(monkeypatch, "images/config.toml", "reward/mean", "rl.num_steps=100")
     assert gain(rewards) > ERRORS * noise(rewards)
 
 

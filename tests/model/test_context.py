@@ -18,7 +18,7 @@ from peft import (
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tests import picture_models
+from tests import image_models
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from treering.errors import ConfigError, StateError, UnsupportedError
@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "model type 'gemma' is not supported; supported are llama, mistral, qwen2, qwen3",
     ),
     "images": (
-        lambda: retyped("paligemma", picture_models.build("gemma3")),
+        lambda: retyped("paligemma", image_models.build("gemma3")),
         "model type 'paligemma' takes images and is not supported; .* extract its language model",
     ),
     "attention to what follows": (lambda: build("gemma3", use_bidirectional_attention=True), "attend to later tokens"),

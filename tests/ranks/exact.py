@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from tests.image_models import build as build_with_images
+from tests.image_models import forest_of, sequences_of
 from tests.models import build as build_stock
 from tests.models import global_norm
 from tests.partitions import forced
-from tests.picture_models import build as build_with_pictures
-from tests.picture_models import forest_of, sequences_of
 from tests.ranks.batches import RankBatch, batches, tree
 from tests.ranks.wraps import SHARDED, WHOLE, build, shard_layers
 from treering import ranks
@@ -93,17 +93,17 @@ def run_in_bfloat16(num_ranks: int, rank: int) -> dict[str, float]:
     return errors
 
 
-def run_pictures(num_ranks: int, rank: int) -> dict[str, float]:
+def run_images(num_ranks: int, rank: int) -> dict[str, float]:
     """Run a vision model that is whole on every rank; the last rank has a sequence with only text."""
     errors = {}
     for family in ("qwen3_vl", "gemma3"):
         sequences = sequences_of(family)
         text = [one for one in sequences if not one.placed]
-        pictured = [one for one in sequences if one.placed]
-        own = text if rank == num_ranks - 1 else pictured[rank :: num_ranks - 1]
-        single = build_with_pictures(family).double()
+        with_images = [one for one in sequences if one.placed]
+        own = text if rank == num_ranks - 1 else with_images[rank :: num_ranks - 1]
+        single = build_with_images(family).double()
         backward(single, forest_of(sequences), sft([one.mask for one in sequences]), ranks="alone")
-        model = build_with_pictures(family).double()
+        model = build_with_images(family).double()
         ranks.prepare(model)
         backward(model, forest_of(own), sft([one.mask for one in own]), max_tokens=40)
         errors[family] = error_of(gradients(model), gradients(single))

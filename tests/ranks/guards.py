@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.image_models import build as build_with_images
 from tests.models import build_float64
 from tests.partitions import forced
-from tests.picture_models import build as build_with_pictures
 from tests.ranks.batches import tree
 from tests.ranks.wraps import shard_apart, shard_layers
 from treering import ranks
@@ -84,7 +84,7 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     yield "sharded value head", lambda: step(prepared(), objective=with_values(), value_head=value_head)
     yield "sharded teacher", lambda: step(prepared(), objective=distill(prepared()))
     yield "scored by a sharded teacher", lambda: score(prepared(), FOREST)
-    yield "sharded pictures", lambda: step(prepared(shard_layers(build_with_pictures("qwen2_5_vl"))))
+    yield "sharded images", lambda: step(prepared(shard_layers(build_with_images("qwen2_5_vl"))))
     yield "sharded engine", lambda: TorchEngine(prepared(), max_batch=2, max_tokens=64, seed=0)
     yield "forward of DDP", lambda: forward(DistributedDataParallel(build_float64()), FOREST)
     yield "forward under ZeRO-3", lambda: forward(partitioned(build_float64()), FOREST)

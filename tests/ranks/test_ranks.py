@@ -104,8 +104,8 @@ def test_a_bfloat16_policy_sums_in_float32(mode: str, found: Found) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_ranks_that_hold_a_model_whole_share_its_pictures(family: str, found: Found) -> None:
-    assert all(rank["pictures"][family] <= 1e-6 for rank in found[2])
+def test_ranks_that_hold_a_model_whole_share_its_images(family: str, found: Found) -> None:
+    assert all(rank["images"][family] <= 1e-6 for rank in found[2])
 
 
 GUARDS = {
@@ -133,7 +133,7 @@ GUARDS = {
     "sharded value head": ("UnsupportedError", "a value head must be whole on every rank"),
     "sharded teacher": ("UnsupportedError", "a teacher needs whole weights"),
     "scored by a sharded teacher": ("UnsupportedError", "a teacher needs whole weights"),
-    "sharded pictures": ("UnsupportedError", r"vision part runs outside.*or by treering\.patch"),
+    "sharded images": ("UnsupportedError", r"vision part runs outside.*or by treering\.patch"),
     "sharded engine": ("UnsupportedError", "the engine needs whole weights"),
     "forward of DDP": ("UnsupportedError", "treering.ranks.prepare"),
     "forward under ZeRO-3": ("UnsupportedError", "ZeRO-3 has partitioned the weights.*treering.patch"),

@@ -19,7 +19,7 @@ TIMEOUT_S = 60
 PARTS = {
     "guards": guards.run_guards,
     "bfloat16": exact.run_in_bfloat16,
-    "pictures": exact.run_pictures,
+    "images": exact.run_images,
 }
 
 

@@ -67,7 +67,7 @@ const finish = triesLeft => {
   seen.length = cells("length");
   seen.metric = cells("any-metric");
   const plots = [...document.querySelectorAll("section.card .plot")];
-  seen.pictures = plots.map(plot => plot.querySelectorAll("svg rect, svg path").length);
+  seen.images = plots.map(plot => plot.querySelectorAll("svg rect, svg path").length);
   seen.spans = document.querySelectorAll("#timeline .plot rect").length;
   seen.bars = document.querySelectorAll("#forest .plot rect").length;
   seen.ready = document.documentElement.dataset.ready;
@@ -142,7 +142,7 @@ def test_a_page_draws_shows_the_numbers_of_the_run_and_follows_its_choices(tmp_p
     assert seen["reward"] == [[each["reward/mean"]] for each in rows]
     assert seen["length"] == [[each["rollout/length_mean"]] for each in rows]
     assert seen["metric"] == [[each["train/loss"]] for each in rows]
-    assert all(seen["pictures"])
+    assert all(seen["images"])
     # A bar per span and an empty one per process.
     assert seen["spans"] == len(spans) + 3
     # Five segments, and the three rows' places and the frame of the chosen one.

@@ -344,10 +344,10 @@ def test_recomputed_old_logprobs_are_those_of_the_weights_before_the_update() ->
 
 def test_a_loop_tells_rollouts_first_and_then_tokens_and_trains_to_the_same_bits() -> None:
     calls: list[tuple[str, int, int]] = []
-    heard, unheard = scripted_loop(max_batch_tokens=8), scripted_loop(max_batch_tokens=8)
+    heard, no_warnings = scripted_loop(max_batch_tokens=8), scripted_loop(max_batch_tokens=8)
     heard.on_progress = lambda *call: calls.append(call)
     report = heard.step()
-    unheard.step()
+    no_warnings.step()
     sampled = [call for call in calls if call[0] == "sampling"]
     # Reported again at every step of the engine.
     assert list(dict.fromkeys(sampled)) == [("sampling", done, 8) for done in range(9)]
@@ -356,7 +356,7 @@ def test_a_loop_tells_rollouts_first_and_then_tokens_and_trains_to_the_same_bits
     trained = calls[len(sampled) :]
     assert (trained[0], trained[-1]) == (("training", 0, size), ("training", size, size))
     assert len(trained) == report.update.num_micro_batches + 1
-    weights = unheard.model.state_dict()
+    weights = no_warnings.model.state_dict()
     assert all(torch.equal(weight, weights[name]) for name, weight in heard.model.state_dict().items())
 
 

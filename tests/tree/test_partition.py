@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.forests import SHAPES, comb, sequence_sets, star
-from treering.data.picture import Picture, PlacedPicture
+from treering.data.image import ImageData, PlacedImage
 from treering.errors import InputError
 from treering.tree.forest import Forest
+from treering.tree.image_tokens import image_spans
 from treering.tree.partition import Partition, cut_tree
-from treering.tree.picture_tokens import picture_spans
 from treering.tree.plan import plan_batch
 
 
@@ -147,15 +147,15 @@ def test_only_one_tree_is_cut_and_only_to_a_budget() -> None:
         cut_tree(Forest.from_sequences([[1]]), 0)
 
 
-PICTURES = [Picture(values=np.full((1, 2), n, np.float32), num_tokens=1 + n) for n in range(12)]
+IMAGES = [ImageData(values=np.full((1, 2), n, np.float32), num_tokens=1 + n) for n in range(12)]
 
 
-def tree_of_pictures(seed: int) -> Forest:
+def tree_of_images(seed: int) -> Forest:
     """Return a tree of branches of text and images that fork anywhere except inside an image."""
     rng = np.random.default_rng(seed)
 
-    def parts(count: int) -> list[int | Picture]:
-        return [PICTURES[rng.integers(12)] if rng.random() < 0.4 else int(rng.integers(5)) for _ in range(count)]
+    def parts(count: int) -> list[int | ImageData]:
+        return [IMAGES[rng.integers(12)] if rng.random() < 0.4 else int(rng.integers(5)) for _ in range(count)]
 
     branches = [[0, *parts(20)]]
     for _ in range(int(rng.integers(1, 9))):
@@ -166,30 +166,30 @@ def tree_of_pictures(seed: int) -> Forest:
         ids: list[int] = []
         own = []
         for part in branch:
-            if isinstance(part, Picture):
-                own.append(PlacedPicture(start=len(ids), picture=part))
-            ids += [9] * part.num_tokens if isinstance(part, Picture) else [part]
+            if isinstance(part, ImageData):
+                own.append(PlacedImage(start=len(ids), image=part))
+            ids += [9] * part.num_tokens if isinstance(part, ImageData) else [part]
         tokens.append(ids)
         placed.append(own)
-    return Forest.from_sequences(tokens, pictures=placed)
+    return Forest.from_sequences(tokens, images=placed)
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_no_budget_cuts_a_picture(seed: int) -> None:
-    tree = tree_of_pictures(seed)
-    largest = max((stop - start for start, stop in picture_spans(tree)), default=1)
+def test_no_budget_cuts_a_image(seed: int) -> None:
+    tree = tree_of_images(seed)
+    largest = max((stop - start for start, stop in image_spans(tree)), default=1)
     for budget in {largest, largest + 1, largest + 5, 2 * largest + 3, max(largest, tree.num_tokens // 3)}:
         partitions = cut_tree(tree, budget)
         sizes_and_chain(tree, partitions, budget)
         owner = np.empty(tree.num_tokens, int)
         for number, part in enumerate(partitions):
             owner[part.tokens] = number
-        assert all(len(set(owner[start:stop])) == 1 for start, stop in picture_spans(tree))
+        assert all(len(set(owner[start:stop])) == 1 for start, stop in image_spans(tree))
 
 
-def test_a_picture_over_the_budget_is_refused_and_a_faster_size_gives_way() -> None:
-    placed = [PlacedPicture(start=0, picture=PICTURES[11])]
-    tree = Forest.from_sequences([[9] * 12 + [1, 2, 3]], pictures=[placed])
+def test_a_image_over_the_budget_is_refused_and_a_faster_size_gives_way() -> None:
+    placed = [PlacedImage(start=0, image=IMAGES[11])]
+    tree = Forest.from_sequences([[9] * 12 + [1, 2, 3]], images=[placed])
     with pytest.raises(InputError, match="raise max_tokens to at least 12"):
         plan_batch([tree], 11)
     plan = plan_batch([tree], 14, cut_tokens=4)

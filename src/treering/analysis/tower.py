@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treering.data.picture import Picture
+from treering.data.image import ImageData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +31,18 @@ class TowerShape:
     """Patches of a crop, for a model without image grids."""
     tokens_per_crop: int = 1
 
-    def flops(self, pictures: Iterable[Picture]) -> int:
+    def flops(self, images: Iterable[ImageData]) -> int:
         """Return the FLOPs of forward and backward over images, with every part trained; see `train_flops`."""
-        return 3 * sum(map(self._forward, pictures))
+        return 3 * sum(map(self._forward, images))
 
-    def _forward(self, picture: Picture) -> int:
-        if picture.grid is None:
-            num_crops, num_patches = picture.num_tokens // self.tokens_per_crop, self.patches_per_crop or 0
+    def _forward(self, image: ImageData) -> int:
+        if image.grid is None:
+            num_crops, num_patches = image.num_tokens // self.tokens_per_crop, self.patches_per_crop or 0
         else:
-            num_crops, num_patches = 1, picture.grid[1] * picture.grid[2]
+            num_crops, num_patches = 1, image.grid[1] * image.grid[2]
         window = min(self.patches_per_window, num_patches)
         pairs = self.num_full_layers * num_patches**2 + self.num_window_layers * num_patches * window
-        matmuls = 2 * (self.params_per_patch * num_crops * num_patches + self.params_per_token * picture.num_tokens)
+        matmuls = 2 * (self.params_per_patch * num_crops * num_patches + self.params_per_token * image.num_tokens)
         return matmuls + 4 * self.hidden_size * num_crops * pairs
 
 

@@ -180,8 +180,8 @@ def check_backend(backend: Backend, shape: AttentionShape) -> SelfCheck:
     # Hooks of a caller that offloads or counts what autograd saves must not see the check.
     identity = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     precise = torch.autocast(shape.device.type, enabled=False)
-    unheard = warnings.catch_warnings()
-    with torch.inference_mode(False), torch.set_grad_enabled(has_gradients), precise, identity, unheard:
+    no_warnings = warnings.catch_warnings()
+    with torch.inference_mode(False), torch.set_grad_enabled(has_gradients), precise, identity, no_warnings:
         # Torch warns in the first backward of a process, before it has a CUDA context.
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
         inputs = draw_inputs(shape, forest.num_tokens)

@@ -111,15 +111,15 @@ class TreeLayout:
         ancestors: tuple[Ancestor, ...] = (),
         gateway: Gateway | None = None,
         boundary: Boundary | None = None,
-        sees_whole_pictures: bool = False,
+        sees_whole_images: bool = False,
     ) -> None:
-        """With `sees_whole_pictures` an image's tokens see all of that image (Gemma 3)."""
+        """With `sees_whole_images` an image's tokens see all of that image (Gemma 3)."""
         self.forest = forest
         self.device = device
         self.ancestors = ancestors
         self.gateway = gateway
         self.boundary = boundary
-        self.ranges = QueryRanges.within(forest, sees_whole_pictures=sees_whole_pictures)
+        self.ranges = QueryRanges.within(forest, sees_whole_images=sees_whole_images)
         self._derived: dict[Hashable, object] = {}
         self.prepared: dict[int | None, Any] = {}
 

@@ -59,9 +59,9 @@ class Corpus:
             dataset.release()
 
     @property
-    def has_pictures(self) -> bool:
+    def has_images(self) -> bool:
         """Whether any sequence has an image."""
-        return any(task.pictures for task in self.tasks)
+        return any(task.images for task in self.tasks)
 
     @property
     def digests(self) -> dict[str, str]:
@@ -75,8 +75,8 @@ class Corpus:
                 total.update(np.ascontiguousarray(tokens, "<i4").data)
                 total.update(np.ascontiguousarray(mask).view(np.uint8).data)
                 num_read += tokens.size
-            for placed in (one for sequence in task.pictures for one in sequence):
-                total.update(f"{placed.start} ".encode() + placed.picture.digest)
+            for placed in (one for sequence in task.images for one in sequence):
+                total.update(f"{placed.start} ".encode() + placed.image.digest)
             if num_read > _RELEASE_TOKENS:
                 self.release()
                 num_read = 0
@@ -191,7 +191,7 @@ def _are_equal(left: TokenDataset, right: TokenDataset) -> bool:
     """Return whether two files hold the same rows, for example one file under two names, or compressed."""
     if not np.array_equal(left.lengths, right.lengths):
         return False
-    images = [[picture.digest for picture in dataset.pictures] for dataset in (left, right)]
+    images = [[image.digest for image in dataset.images] for dataset in (left, right)]
     is_same = (
         images[0] == images[1]
         and np.array_equal(left.flat_keys[0], right.flat_keys[0])

@@ -45,7 +45,7 @@ from treering.history.store.store import HistoryStore
 from treering.report.run import LOCK_FILE
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.sums import ChainedSums
-from treering.train.loop.checkpoint import num_tensor_bytes, told_why
+from treering.train.loop.checkpoint import num_tensor_bytes, raising_disk_errors
 from treering.train.loop.compute import fitting_threads
 from treering.train.loop.sft import SftLoop
 from treering.tree.forest import Forest
@@ -251,7 +251,7 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
 
         start = warm_start(task, seed=seed, enough=enough, on_step=show)
     num_bytes = num_tensor_bytes(start.model.state_dict())
-    with writing(out / START_FOLDER, num_bytes), told_why(out / "start.unfinished", num_bytes):
+    with writing(out / START_FOLDER, num_bytes), raising_disk_errors(out / "start.unfinished", num_bytes):
         start.model.save_pretrained(out / START_FOLDER)
     console.print(
         f"{start.model.num_parameters():,} parameters, {start.num_steps} steps, {start.accuracy:.2f} right; now both "

@@ -16,7 +16,7 @@ _SECTIONS = ("rl", "train", "sampling", "optim", "lora", "teacher", "router")
 
 
 def model_card(
-    run_dir: Path, step: int, *, has_tokenizer: bool, takes_pictures: bool = False, turns: str | None = None
+    run_dir: Path, step: int, *, has_tokenizer: bool, takes_images: bool = False, turns: str | None = None
 ) -> str:
     """Return the card of a run's checkpoint, as Markdown with the hub's metadata.
 
@@ -27,7 +27,7 @@ def model_card(
         run_dir: folder of the run; `config.json` and `metrics.jsonl` are read.
         step: step of the checkpoint.
         has_tokenizer: whether the checkpoint has a tokenizer.
-        takes_pictures: whether its model takes images.
+        takes_images: whether its model takes images.
         turns: how turns are written and end; None if unknown.
 
     Example: for GRPO on Qwen/Qwen3-0.6B the first lines have "base_model: Qwen/Qwen3-0.6B" and "- grpo".
@@ -39,11 +39,11 @@ def model_card(
     rows = [row for row in run.rows if row["step"] <= step]
     versions = ", ".join(f"{name} {version}" for name, version in versions_of(_PACKAGES).items())
     parts = [
-        _metadata(run.config, takes_pictures=takes_pictures),
+        _metadata(run.config, takes_images=takes_images),
         f"# {run.name}, step {step}",
         "Trained with Treering, which computes each shared token once and drafts rollouts from earlier ones.",
         _table(_facts(run.config, turns) | {"steps": str(step)} | _measured(rows) | {"versions": versions}),
-        f"## Load it\n\n{_loading(run.config, has_tokenizer=has_tokenizer, takes_pictures=takes_pictures)}",
+        f"## Load it\n\n{_loading(run.config, has_tokenizer=has_tokenizer, takes_images=takes_images)}",
         f"## Settings\n\n{_settings(run.config)}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -58,13 +58,13 @@ def _hub_base(config: Mapping[str, Any]) -> str | None:
     return str(model["path"]) if model.get("path") and model.get("revision") else None
 
 
-def _metadata(config: Mapping[str, Any], *, takes_pictures: bool) -> str:
+def _metadata(config: Mapping[str, Any], *, takes_images: bool) -> str:
     """Return the metadata by which the hub sorts and links models."""
     base = _hub_base(config)
     lines = [
         *([] if base is None else [f"base_model: {base}"]),
         f"library_name: {'peft' if _has_adapters(config) else 'transformers'}",
-        f"pipeline_tag: {'image-text-to-text' if takes_pictures else 'text-generation'}",
+        f"pipeline_tag: {'image-text-to-text' if takes_images else 'text-generation'}",
         *["tags:", "- treering", f"- {_objective(config)}", *(["- lora"] if _has_adapters(config) else [])],
     ]
     return "\n".join(["---", *lines, "---"])
@@ -104,9 +104,9 @@ def _measured(rows: list[Row]) -> dict[str, str]:
     return measured
 
 
-def _loading(config: Mapping[str, Any], *, has_tokenizer: bool, takes_pictures: bool) -> str:
+def _loading(config: Mapping[str, Any], *, has_tokenizer: bool, takes_images: bool) -> str:
     kind, package = ("AutoModelForCausalLM", "transformers")
-    if takes_pictures:
+    if takes_images:
         # It also loads adapters, for which peft has no class of this kind.
         kind = "AutoModelForImageTextToText"
     elif _has_adapters(config):

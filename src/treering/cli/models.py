@@ -129,7 +129,7 @@ def build_model(
     seed: int,
     folder: Path | None,
     lora: LoraOptions | None = None,
-    takes_pictures: bool = False,
+    takes_images: bool = False,
 ) -> PreTrainedModel:
     """Return the model with float32 weights, on the configured device.
 
@@ -139,7 +139,7 @@ def build_model(
         seed: of random weights; changes torch's random state.
         folder: where `config.path` was found; None for a random model.
         lora: the [lora] section; None adds no adapters.
-        takes_pictures: whether the data has images; if not, only the text model of a Gemma 3 is used.
+        takes_images: whether the data has images; if not, only the text model of a Gemma 3 is used.
 
     Raises:
         ConfigError: the vocabulary is too small, or there is no CUDA device.
@@ -149,18 +149,18 @@ def build_model(
     Example: the default shape with num_ids=512 has about 917,000 parameters.
     """
     device = choose_device(config.device)
-    if folder is None and takes_pictures:
+    if folder is None and takes_images:
         raise ConfigError("the data has images, but a random model takes none; set model.path")
-    if config.vision == "frozen" and not takes_pictures:
+    if config.vision == "frozen" and not takes_images:
         raise ConfigError('model.vision = "frozen" needs data with images, but this has none; remove it')
-    model = _random(config, num_ids, seed) if folder is None else _load(folder, takes_pictures=takes_pictures)
+    model = _random(config, num_ids, seed) if folder is None else _load(folder, takes_images=takes_images)
     vocab_size = int(model.config.get_text_config().vocab_size)
     if vocab_size < num_ids:
         fix = "set model.vocab_size to that" if folder is None else "use the tokenizer of this model"
         raise ConfigError(f"the data has token ids up to {num_ids - 1}, but the model has {vocab_size} ids; {fix}")
     if lora is not None and lora.rank is not None and folder is not None:
         torch.manual_seed(seed)
-        # A revision means that the path is a hub id, as set by `as_begun`.
+        # A revision means that the path is a hub id, as set by `as_started`.
         base = str(folder.resolve()) if config.revision is None else str(config.path)
         add_lora(model, lora, base=base, revision=config.revision)
     if config.vision == "frozen":
@@ -195,18 +195,18 @@ def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -
     return model.to(choose_device(config.device), dtype)
 
 
-def load_checkpoint(folder: Path, *, takes_pictures: bool = False) -> nn.Module:
+def load_checkpoint(folder: Path, *, takes_images: bool = False) -> nn.Module:
     """Return the model of a checkpoint, with float32 weights; adapters come around their base model.
 
     Args:
         folder: the checkpoint, or a model.
-        takes_pictures: whether to load a model that takes images, or a text model.
+        takes_images: whether to load a model that takes images, or a text model.
 
     Raises:
         InputError: it is not such a model, or the base model of adapters is no longer found.
     """
     if not (folder / ADAPTER_CONFIG_FILE).is_file():
-        plain: nn.Module = _load(folder, "the checkpoint", takes_pictures=takes_pictures)
+        plain: nn.Module = _load(folder, "the checkpoint", takes_images=takes_images)
         return plain
     require("a checkpoint of adapters", "peft")
     from peft import PeftModel
@@ -214,7 +214,7 @@ def load_checkpoint(folder: Path, *, takes_pictures: bool = False) -> nn.Module:
     settings = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())
     name, revision = settings["base_model_name_or_path"], settings["revision"]
     base = find_folder(name, [Path()], setting="the base model of the adapters", revision=revision)
-    model = _load(base, "the base model of the adapters", takes_pictures=takes_pictures)
+    model = _load(base, "the base model of the adapters", takes_images=takes_images)
     loaded: nn.Module = PeftModel.from_pretrained(model, folder)
     return loaded
 
@@ -313,12 +313,12 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
     )
 
 
-def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = False) -> PreTrainedModel:
+def _load(folder: Path, setting: str = "model.path", *, takes_images: bool = False) -> PreTrainedModel:
     check_model_folder(folder, setting)
     described = json.loads((folder / "config.json").read_bytes())
     _check_rope(folder, described)
-    _check_kind(folder, described.get("model_type"), setting, takes_pictures=takes_pictures)
-    loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+    _check_kind(folder, described.get("model_type"), setting, takes_images=takes_images)
+    loader = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     # Attention follows the tree, whatever implementation the folder asks for, which may not be installed here.
     attention = {"attn_implementation": "eager"} if "attn_implementation" in described else {}
     with _refused_by_name(folder, described, setting), _quiet_transformers():
@@ -334,17 +334,17 @@ def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = F
             **attention,
         )
     _check_loaded(folder, type(model).__name__, loaded)
-    is_whole = takes_pictures or getattr(model.config, "vision_config", None) is None
+    is_whole = takes_images or getattr(model.config, "vision_config", None) is None
     return model if is_whole else _text_model(model, folder, setting)
 
 
-def _check_kind(folder: Path, kind: object, setting: str, *, takes_pictures: bool) -> None:
+def _check_kind(folder: Path, kind: object, setting: str, *, takes_images: bool) -> None:
     """Refuse a text model for data with images, and an image model for data with only text."""
-    if takes_pictures and kind not in IMAGE_FAMILIES:
+    if takes_images and kind not in IMAGE_FAMILIES:
         raise InputError(
             f"the data has images, but {folder} holds a model of type {kind!r}; use one of {', '.join(IMAGE_FAMILIES)}"
         )
-    if not takes_pictures and kind in IMAGE_FAMILIES and kind != "gemma3":
+    if not takes_images and kind in IMAGE_FAMILIES and kind != "gemma3":
         raise InputError(
             f"{setting} needs a text model here, but {folder} holds a model of type {kind!r}, which takes images: "
             "treering sft trains it on chats with images"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from treering.config.sft import DataConfig
-from treering.data.trajectory import RenderedTrajectory, cut_pictures
+from treering.data.trajectory import RenderedTrajectory, cut_images
 from treering.errors import InputError, plural
 
 _NUM_REWARDS_SHOWN = 4
@@ -88,7 +88,7 @@ class RowChoice:
 
 def _cut(row: RenderedTrajectory, limit: int) -> RenderedTrajectory | None:
     """Return the first tokens of a row, up to an image that would be cut; None if the row begins with that image."""
-    end = min([limit, *(placed.start for placed in row.pictures if placed.start < limit < placed.stop)])
+    end = min([limit, *(placed.start for placed in row.images if placed.start < limit < placed.stop)])
     if not end:
         return None
     return replace(
@@ -98,5 +98,5 @@ def _cut(row: RenderedTrajectory, limit: int) -> RenderedTrajectory | None:
         turn_ends=row.turn_ends[row.turn_ends <= end],
         advantages=None if row.advantages is None else row.advantages[:end],
         logprobs=None if row.logprobs is None else row.logprobs[:end],
-        pictures=cut_pictures(row.pictures, end),
+        images=cut_images(row.images, end),
     )

@@ -59,7 +59,7 @@ SectionT = TypeVar("SectionT", ModelConfig, DistillOptions)
 ChatsT = TypeVar("ChatsT", DataConfig, TaskConfig)
 
 
-def as_begun(config: ConfigT, config_dir: Path) -> ConfigT:
+def as_started(config: ConfigT, config_dir: Path) -> ConfigT:
     """Return the configuration with open settings resolved as the run in its folder began, else as a new run begins.
 
     Hub ids get their commits as revisions, and chats a form and a date, so that a resumed run has the same model and
@@ -327,9 +327,9 @@ def owning(folder: Path) -> Iterator[RankGroup]:
 
 
 def agreed(config: ConfigT, config_dir: Path, group: RankGroup) -> ConfigT:
-    """Return the configuration from `as_begun`, the same on all ranks."""
+    """Return the configuration from `as_started`, the same on all ranks."""
     if group.rank == 0:
-        config = as_begun(config, config_dir)
+        config = as_started(config, config_dir)
     return group.gather(config)[0]  # type: ignore[no-any-return]
 
 
@@ -344,7 +344,7 @@ def checkpoint_store(
             f"eval.keep_best reads the evaluations in {METRICS_FILE}, got metrics.sinks = "
             f'{list(config.metrics.sinks)}; add "jsonl"'
         )
-    takes_pictures = getattr(getattr(model, "config", None), "vision_config", None) is not None
+    takes_images = getattr(getattr(model, "config", None), "vision_config", None) is not None
     stops = source.stop_tokens
     return CheckpointStore(
         folder=folder / CHECKPOINTS_FOLDER,
@@ -354,7 +354,7 @@ def checkpoint_store(
             model_card,
             folder,
             has_tokenizer=tokenizer is not None,
-            takes_pictures=takes_pictures,
+            takes_images=takes_images,
             turns=None if tokenizer is None or not stops else _turns_in_words(TextTokens(tokenizer), form, stops),
         ),
         tokenizer=tokenizer,

@@ -56,7 +56,7 @@ def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
     """
     num_tokens, chosen = 0, list[Trajectory]()
     # Token files cannot hold images; `treering inspect --html` shows them.
-    for task in [task for task in tasks if not task.pictures][:MAX_DRAWN_PROMPTS]:
+    for task in [task for task in tasks if not task.images][:MAX_DRAWN_PROMPTS]:
         num_tokens += sum(sequence.size for sequence in task.sequences)
         if chosen and num_tokens > MAX_DRAWN_TOKENS:
             break
@@ -128,10 +128,10 @@ def _notes(held: Corpus, trained: Corpus) -> list[str]:
 
 def _digests(task: TrainingTask) -> Iterator[bytes]:
     """Yield a digest of each sequence, by its tokens and images."""
-    for sequence, pictures in zip_longest(task.sequences, task.pictures, fillvalue=()):
+    for sequence, images in zip_longest(task.sequences, task.images, fillvalue=()):
         digest = hashlib.blake2b(np.ascontiguousarray(sequence).data, digest_size=16)
-        for placed in pictures:
-            digest.update(placed.picture.digest)
+        for placed in images:
+            digest.update(placed.image.digest)
         yield digest.digest()
 
 
@@ -269,7 +269,7 @@ def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGro
         seed=config.train.seed,
         folder=folder,
         lora=config.lora,
-        takes_pictures=corpus.has_pictures or (held is not None and held.has_pictures),
+        takes_images=corpus.has_images or (held is not None and held.has_images),
     )
     doubt = tokenizer_note(model, folder, corpus.tokenizer)
     note_doing(console, "preparing the first step")

@@ -113,7 +113,7 @@ def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTra
         seed=config.rl.seed,
         folder=find_model(config.model, config_dir),
         lora=config.lora,
-        takes_pictures=source.has_pictures,
+        takes_images=source.has_images,
     )
 
 
@@ -138,7 +138,7 @@ def make_loop(
         shard_model(model, config.model.autocast)
     # Other processes may run in another folder.
     folders = config_dir.absolute(), config.run.dir.absolute()
-    reference = partial(make_reference, config, *folders, source.task.vocab_size, takes_pictures=source.has_pictures)
+    reference = partial(make_reference, config, *folders, source.task.vocab_size, takes_images=source.has_images)
     optim, options = config.optim.changed(num_steps=num_steps), config.options
     if config.runtime.workers == 0:
         make_engine = engine_factory(config, model if whole is None else whole, source)
@@ -174,7 +174,7 @@ def make_loop(
 
 
 def make_reference(
-    config: RlConfig, config_dir: Path, run_dir: Path, num_ids: int, *, takes_pictures: bool = False
+    config: RlConfig, config_dir: Path, run_dir: Path, num_ids: int, *, takes_images: bool = False
 ) -> PreTrainedModel:
     """Return the weights that a run began with, after its warm-up if it has one, also in a resumed run.
 
@@ -189,7 +189,7 @@ def make_reference(
         num_ids=num_ids,
         seed=config.rl.seed,
         folder=find_model(config.model, config_dir),
-        takes_pictures=takes_pictures,
+        takes_images=takes_images,
     )
     set_random_state(before)
     num_steps = config.warmup.num_steps

@@ -83,10 +83,10 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
         UnsupportedError: vLLM is to sample from prompts with images.
     """
     engine = config.engine
-    if engine.kind == "vllm" and source.has_pictures:
+    if engine.kind == "vllm" and source.has_images:
         raise UnsupportedError(
             'engine.kind = "vllm" does not support prompts with images, because vLLM\'s vision models are not tested '
-            '(docs/pictures.md); set engine.kind = "torch"'
+            '(docs/images.md); set engine.kind = "torch"'
         )
     if engine.kind == "vllm":
         return _vllm_factory(config, model, source)
@@ -284,8 +284,8 @@ def load_held_out(config: RlConfig, config_dir: Path) -> TaskSource | None:
 def held_out_notes(held: TaskSource, trained: TaskSource) -> list[str]:
     """Return notes on the held-out prompts and their overlap with training."""
     # Tasks of an environment have no tokens.
-    known = {prompt_id_of(prompt.tokens, prompt.pictures) for prompt in trained.task.prompts if prompt.tokens.size}
-    num_common = sum(prompt_id_of(prompt.tokens, prompt.pictures) in known for prompt in held.task.prompts)
+    known = {prompt_id_of(prompt.tokens, prompt.images) for prompt in trained.task.prompts if prompt.tokens.size}
+    num_common = sum(prompt_id_of(prompt.tokens, prompt.images) in known for prompt in held.task.prompts)
     notes = [f"{len(held.task.prompts)} held-out {'tasks' if held.runs_episodes else 'prompts'} are evaluated"]
     return [*notes, f"{num_common} of them are also trained on, with the same tokens"] if num_common else notes
 

@@ -77,9 +77,9 @@ class TaskSource:
         return total.hexdigest()
 
     @property
-    def has_pictures(self) -> bool:
+    def has_images(self) -> bool:
         """Whether a prompt has images."""
-        return any(prompt.pictures for prompt in self.task.prompts)
+        return any(prompt.images for prompt in self.task.prompts)
 
     @property
     def longest_prompt(self) -> int:

@@ -100,5 +100,5 @@ def _check_ranks(config: RlConfig) -> None:
 
 
 def _how_to_go_on(run: RunConfig) -> str:
-    has_begun = (run.dir / CONFIG_FILE).exists()
-    return f"the same command {'resumes' if has_begun else 'begins'} the run in {run.dir}"
+    has_started = (run.dir / CONFIG_FILE).exists()
+    return f"the same command {'resumes' if has_started else 'begins'} the run in {run.dir}"

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.picture import MessagePicture, PlacedPicture, check_places
+from treering.data.image import MessageImage, PlacedImage, check_places
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds, is_count
 
@@ -190,7 +190,7 @@ class Message:
     """Speaker: "system", "user", "assistant", "tool" or another name of the source."""
     content: str | None
     """The text; None if the message only calls tools."""
-    pictures: tuple[MessagePicture, ...] = ()
+    images: tuple[MessageImage, ...] = ()
     """Images with their places in the text, in order; an assistant's message has none."""
     reasoning: str | None = None
     """Reasoning before the text, if the source separates it."""
@@ -210,7 +210,7 @@ class Message:
         Example: "Here:What is it?" with an image at 5 is split into "Here:" and "What is it?".
         """
         text = self.content or ""
-        bounds = pairwise([0, *(picture.at for picture in self.pictures), len(text)])
+        bounds = pairwise([0, *(image.at for image in self.images), len(text)])
         return tuple(text[start:stop] for start, stop in bounds)
 
     @property
@@ -243,7 +243,7 @@ class Trajectory:
     """float64 [T], log-probabilities under the behaviour policy; only with tokens."""
     advantages: npt.NDArray[np.float64] | None = None
     """float64 [T], per-token advantages, 0.0 at untrained tokens; only with tokens, and instead of `advantage`."""
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     """Images in order, at the model's image tokens, which are not trained; only with tokens."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the policy's tools, for chat templates; only with messages."""
@@ -301,8 +301,8 @@ def _check_source(trajectory: Trajectory) -> None:
             _check_no_assistant_image(message, f"messages[{i}]")
     elif any(message.tool_calls or message.reasoning for message in messages):
         raise InputError('format "raw" joins contents and has no form for tool_calls or reasoning; use format "chat"')
-    elif any(message.pictures for message in messages):
-        raise InputError('format "raw" joins contents and has no form for pictures; use format "chat"')
+    elif any(message.images for message in messages):
+        raise InputError('format "raw" joins contents and has no form for images; use format "chat"')
     if trajectory.episode is not None:
         raise InputError(
             "the calls of an episode sampled tokens, and messages were given; give tokens instead of messages"
@@ -313,9 +313,9 @@ def _check_source(trajectory: Trajectory) -> None:
 
 
 def _check_no_assistant_image(message: Message, where: str) -> None:
-    if message.pictures and message.role == "assistant":
+    if message.images and message.role == "assistant":
         raise InputError(
-            f"{where} of the assistant has a picture, and models are trained to write text; give it to another role, "
+            f"{where} of the assistant has an image, and models are trained to write text; give it to another role, "
             "or remove it"
         )
 
@@ -348,8 +348,8 @@ def _check_texts(trajectory: Trajectory) -> None:
 def _check_arrays(trajectory: Trajectory) -> None:
     tokens = trajectory.tokens
     if tokens is None:
-        if trajectory.pictures:
-            raise InputError("pictures stand at tokens, and messages were given; render them first")
+        if trajectory.images:
+            raise InputError("images stand at tokens, and messages were given; render them first")
         return
     if tokens.ndim != 1 or tokens.size == 0:
         raise InputError(f"tokens must hold at least one token id, got shape {tokens.shape}; drop the trajectory")
@@ -372,17 +372,17 @@ def _check_arrays(trajectory: Trajectory) -> None:
         )
     if trajectory.advantage is not None and trajectory.advantages is not None:
         raise InputError("a trajectory has one advantage or one per token, got both; drop advantage or advantages")
-    _check_pictures(trajectory, tokens)
+    _check_images(trajectory, tokens)
 
 
-def _check_pictures(trajectory: Trajectory, tokens: TokenIds) -> None:
-    check_places(trajectory.pictures, tokens)
+def _check_images(trajectory: Trajectory, tokens: TokenIds) -> None:
+    check_places(trajectory.images, tokens)
     mask = trajectory.loss_mask
-    for number, one in enumerate(trajectory.pictures):
+    for number, one in enumerate(trajectory.images):
         if mask is None or mask[one.start : one.stop].any():
             raise InputError(
-                f"tokens {one.start} to {one.stop - 1} are picture {number}, and the loss would train them: a model is "
-                "never trained to write pictures; give a loss_mask that is False there"
+                f"tokens {one.start} to {one.stop - 1} are image {number}, and the loss would train them: a model is "
+                "never trained to write images; give a loss_mask that is False there"
             )
 
 
@@ -415,7 +415,7 @@ class RenderedTrajectory:
     """float64 [T], per-token advantages; None if unknown."""
     logprobs: npt.NDArray[np.float64] | None = None
     """float64 [T], log-probs under the behaviour policy; None if unknown."""
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     """Images in order, at the model's image tokens."""
 
     def __post_init__(self) -> None:
@@ -439,9 +439,9 @@ def by_task(trajectories: Iterable[RenderedTrajectory]) -> list[list[RenderedTra
     return list(tasks.values())
 
 
-def cut_pictures(pictures: Sequence[PlacedPicture], num_tokens: int) -> tuple[PlacedPicture, ...]:
+def cut_images(images: Sequence[PlacedImage], num_tokens: int) -> tuple[PlacedImage, ...]:
     """Return the images that are wholly within the first tokens of a sequence.
 
     Example: of images at the tokens 2 to 5 and 8 to 11, the first is within the first 8 tokens.
     """
-    return tuple(placed for placed in pictures if placed.stop <= num_tokens)
+    return tuple(placed for placed in images if placed.stop <= num_tokens)

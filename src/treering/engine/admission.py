@@ -10,7 +10,7 @@ from treering.engine.protocol import Request, RolloutKey
 from treering.engine.speculation import Costs, ObservedCosts
 from treering.errors import ConfigError, InputError
 from treering.model.checks import check_positions
-from treering.model.pictures import VisionPart
+from treering.model.images import VisionPart
 from treering.tree.forest import Forest
 from treering.types import TokenIds
 
@@ -79,7 +79,7 @@ class Admission:
             seen.add(request.key)
             self._check_tokens(request)
             self._check_length(request)
-            self._check_pictures(request)
+            self._check_images(request)
             if request.sampling.stop_strings and not self.has_decode:
                 raise InputError(
                     f"stop strings need a decoder, and this engine has none for {request.sampling.stop_strings}; "
@@ -108,12 +108,12 @@ class Admission:
             )
         check_context(request.prompt, max_tokens, self.max_context)
 
-    def _check_pictures(self, request: Request) -> None:
+    def _check_images(self, request: Request) -> None:
         if self.vision is not None:
-            self.vision.check(Forest.from_sequences([request.prompt], pictures=[request.pictures]))
-        elif request.pictures:
+            self.vision.check(Forest.from_sequences([request.prompt], images=[request.images]))
+        elif request.images:
             raise InputError(
-                f"prompt {request.prompt_id!r} has images ({len(request.pictures)}), and this engine and its model "
+                f"prompt {request.prompt_id!r} has images ({len(request.images)}), and this engine and its model "
                 "read only text; use the embedded engine with a model that takes images"
             )
 

@@ -51,7 +51,7 @@ def make_backend(
     num_slots: int,
     backend: Backend,
     *,
-    takes_pictures: bool = False,
+    takes_images: bool = False,
 ) -> BackendParts:
     """Make a decoder with an arena of `num_slots`, and its sampler.
 
@@ -63,11 +63,11 @@ def make_backend(
     """
     if backend not in get_args(Backend):
         raise ConfigError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}; choose one")
-    if takes_pictures and backend in ("fused", "cuda"):
+    if takes_images and backend in ("fused", "cuda"):
         raise UnsupportedError(
             f'the {backend} backend runs only text models, and this model takes images; use backend="auto"'
         )
-    reason = "the model takes images" if takes_pictures else None
+    reason = "the model takes images" if takes_images else None
     if reason is None and (backend == "fused" or (backend == "auto" and supports(weights))):
         return _fused(weights, num_slots)
     if reason is None and (backend == "cuda" or (backend == "auto" and weights.device.type == "cuda")):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treering.data.picture import PlacedPicture
+from treering.data.image import PlacedImage
 from treering.engine.protocol import Request
 from treering.errors import InputError
 from treering.types import TokenIds
@@ -183,7 +183,7 @@ class Prefix:
 
     tokens: TokenIds
     """Token ids; those of images are negative (`PromptKeys`)."""
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     allocator: KVAllocator
     num_requests: int = 0
     """Number of requests with this prompt, waiting ones included."""
@@ -215,9 +215,9 @@ class PrefixCache:
     allocator: KVAllocator
     _by_tokens: dict[bytes, Prefix] = field(default_factory=dict)
 
-    def register(self, prompt: TokenIds, pictures: Sequence[PlacedPicture] = ()) -> None:
+    def register(self, prompt: TokenIds, images: Sequence[PlacedImage] = ()) -> None:
         """Register a submitted request."""
-        prefix = Prefix(tokens=prompt[:-1].copy(), pictures=tuple(pictures), allocator=self.allocator)
+        prefix = Prefix(tokens=prompt[:-1].copy(), images=tuple(images), allocator=self.allocator)
         prefix = self._by_tokens.setdefault(prompt.tobytes(), prefix)
         prefix.num_requests += 1
 
@@ -279,11 +279,11 @@ class PromptKeys:
 
     def of(self, request: Request) -> TokenIds:
         """Return a request's prompt with negative tokens in place of its images, int32."""
-        if not request.pictures:
+        if not request.images:
             return request.prompt
         tokens = request.prompt.copy()
-        for one in request.pictures:
-            tokens[one.start : one.stop] = -1 - self._numbers.setdefault(one.picture.digest, len(self._numbers))
+        for one in request.images:
+            tokens[one.start : one.stop] = -1 - self._numbers.setdefault(one.image.digest, len(self._numbers))
         return tokens
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.config.engine import Sampling as Sampling
-from treering.data.picture import PlacedPicture, check_places
+from treering.data.image import PlacedImage, check_places
 from treering.data.trajectory import valid_text
 from treering.errors import ConfigError, InputError
 from treering.types import MAX_TOKEN_ID, LossMask, PromptId, TokenIds
@@ -184,7 +184,7 @@ class Request:
     """Index of the rollout within its group."""
     so_far: Rollout | None = None
     """The rollout of this key to continue: after an observation, an abort or a migration, or a `Rollout.branch`."""
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     """Images in order, at the model's placeholders in the prompt, which must continue after the last one."""
     call: int | None = None
     """Id of this call (`noise.call_id`) of the episode that `sample` names; None for a plain rollout."""
@@ -201,7 +201,7 @@ class Request:
         prompt = self.prompt.astype(np.int32)
         prompt.flags.writeable = False
         object.__setattr__(self, "prompt", prompt)
-        check_pictures(self.prompt_id, self.pictures, prompt)
+        check_images(self.prompt_id, self.images, prompt)
         if not all(_is_integer(number) and number >= 0 for number in (self.draw, self.sample)):
             raise InputError(
                 f"draw and sample must be integers from 0, got {self.draw!r} and {self.sample!r}; correct them"
@@ -305,7 +305,7 @@ def check_prompt(prompt_id: object, prompt: object) -> None:
         )
 
 
-def check_pictures(prompt_id: PromptId, pictures: Sequence[PlacedPicture], prompt: TokenIds) -> None:
+def check_images(prompt_id: PromptId, images: Sequence[PlacedImage], prompt: TokenIds) -> None:
     """Check that images are in order inside a prompt, and that the prompt continues after them.
 
     Raises:
@@ -313,8 +313,8 @@ def check_pictures(prompt_id: PromptId, pictures: Sequence[PlacedPicture], promp
 
     Example: an image at the end of a prompt is refused.
     """
-    check_places(pictures, prompt)
-    if pictures and pictures[-1].stop == prompt.size:
+    check_places(images, prompt)
+    if images and images[-1].stop == prompt.size:
         raise InputError(
             f"a prompt must continue after its images, and {prompt_id!r} ends with one; add the token that ends an "
             "image, or open the policy's turn"

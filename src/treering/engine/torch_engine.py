@@ -25,7 +25,7 @@ from treering.engine.batch.step import (
     never_sampling,
     plan_pass,
 )
-from treering.engine.batch.token_batch import VisionSnapshot, join, plan_chunks, with_pictures
+from treering.engine.batch.token_batch import VisionSnapshot, join, plan_chunks, with_images
 from treering.engine.decoder.weights import read_weights
 from treering.engine.pass_threads import PassThreads
 from treering.engine.protocol import (
@@ -118,7 +118,7 @@ class TorchEngine(Engine):
         self._weights = read_weights(self._parts, num_positions=self._max_context)
         vision = self._parts.vision
         self._vision = None if vision is None else VisionSnapshot(self._parts, vision, max_tokens=max_tokens)
-        made = make_backend(self._weights, max_tokens, backend, takes_pictures=vision is not None)
+        made = make_backend(self._weights, max_tokens, backend, takes_images=vision is not None)
         self._decoder, self._sampler, self._backend = made.decoder, made.sampler, made.name
         if vision is not None:
             # A sampled placeholder would have no image, so such a rollout could not be trained.
@@ -313,7 +313,7 @@ class TorchEngine(Engine):
             raise
 
     def _run_pass(self) -> list[Rollout]:
-        begun = self._clock()
+        started = self._clock()
         table = self._table
         if self._speculation.wants_costs:
             self._speculation.use_costs(self.measure_costs())
@@ -345,7 +345,7 @@ class TorchEngine(Engine):
         start, start_s = self._clock(), time.perf_counter()
         batch = join(inputs.batch, chunks)
         if self._vision is not None:
-            batch = with_pictures(batch, chunks, table, self._vision)
+            batch = with_images(batch, chunks, table, self._vision)
         logits = self._decoder.run(batch)
         verified = self._sampler(logits, inputs, table.columns, proposed)
         if is_steady:
@@ -368,7 +368,7 @@ class TorchEngine(Engine):
         for name, count in counts.items():
             self._counts[name] += count
         if counts["num_prefilled"] == 0 and is_steady:
-            self._speculation.note_step(committed, num_waiting=len(self._waiting), seconds=self._clock() - begun)
+            self._speculation.note_step(committed, num_waiting=len(self._waiting), seconds=self._clock() - started)
         # Last row first, because removing a row moves only rows that are already handled.
         ended = [self._remove_row(row, reason) for row, reason in reversed(reasons.items())][::-1]
         return [rollout for rollout in ended if not self._rehearsals.note_ended(rollout)]

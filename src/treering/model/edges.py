@@ -92,7 +92,7 @@ def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeT
         ([0, 1], [1, 3, 2], [0, 0, 1])
     """
     scored = forest.parent >= 0
-    if forest.pictures:
+    if forest.images:
         scored &= forest.tokens >= 0
     if wanted is not None:
         scored &= wanted

@@ -23,11 +23,11 @@ from treering.families import IMAGE_FAMILIES
 from treering.model.checks import check_no_hooks
 from treering.model.context import is_active, tree_attention
 from treering.model.edges import EdgeScores, edge_table, score_edges, scored_on_head
+from treering.model.images import ImageFeatures, distinct_images, embedded
 from treering.model.logits import EntropyOf
-from treering.model.pictures import PictureFeatures, distinct_pictures, embedded
 from treering.model.tree_model import TreeModel
 from treering.tree.forest import Forest, places_of
-from treering.tree.picture_tokens import rotary_positions
+from treering.tree.image_tokens import rotary_positions
 
 FILLER = Forest.from_sequences([[0, 0]])
 """Forest for a rank without work, so that it gathers weights when the others do. It has two tokens, because compilers
@@ -199,7 +199,7 @@ def hidden_states(
         weight = next(parts.embedding.parameters())
         return torch.zeros(0, weight.shape[1], dtype=weight.dtype, device=parts.device)
     if layout is None:
-        layout = TreeLayout(forest, parts.device, sees_whole_pictures=parts.sees_whole_pictures)
+        layout = TreeLayout(forest, parts.device, sees_whole_images=parts.sees_whole_images)
     output = parts.run(
         **decoder_inputs(parts, forest, positions), use_cache=False, return_dict=True, tree_layout=layout
     )
@@ -211,10 +211,10 @@ def with_features(parts: TreeModel, forests: Sequence[Forest]) -> TreeModel:
 
     The caller calls `parts.features.backward()` after the last backward; without images there are no features.
     """
-    pictures = distinct_pictures(forests)
-    if parts.vision is None or not pictures:
+    images = distinct_images(forests)
+    if parts.vision is None or not images:
         return parts
-    return replace(parts, features=PictureFeatures(parts.vision, pictures, is_apart=True))
+    return replace(parts, features=ImageFeatures(parts.vision, images, is_apart=True))
 
 
 def without_gradients(parts: TreeModel, forests: Sequence[Forest]) -> TreeModel:
@@ -238,12 +238,12 @@ def decoder_inputs(
     if positions is None:
         positions = rotary_positions(forest)
     at = to_device(positions, device).long()[..., None, :]
-    if not forest.pictures:
+    if not forest.images:
         return {"input_ids": to_device(forest.tokens, device)[None].long(), "position_ids": at}
     features = parts.features
     if features is None:
-        assert parts.vision is not None, "check_forest refuses pictures of a model of text"
-        features = PictureFeatures(parts.vision, forest.pictures, is_apart=False)
+        assert parts.vision is not None, "check_forest refuses images of a model of text"
+        features = ImageFeatures(parts.vision, forest.images, is_apart=False)
     return embedded(parts.embedding, forest, features, device) | {"position_ids": at}
 
 
@@ -257,9 +257,9 @@ def check_forest(forest: Forest, parts: TreeModel) -> None:
         raise InputError(f"expected a Forest, got {type(forest).__name__}; make one with Forest.from_sequences")
     if parts.vision is not None:
         parts.vision.check(forest)
-    elif forest.pictures:
+    elif forest.images:
         raise InputError(
-            f"the forest has {len(forest.pictures)} images, and model type {parts.config.model_type!r} takes only "
+            f"the forest has {len(forest.images)} images, and model type {parts.config.model_type!r} takes only "
             f"text; load a model that takes images ({', '.join(IMAGE_FAMILIES)})"
         )
     if forest.num_tokens and int(forest.tokens.max()) >= parts.vocab_size:

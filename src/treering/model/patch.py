@@ -29,10 +29,10 @@ from treering.errors import InputError, StateError, UnsupportedError
 from treering.model.checks import check_embedding_hooks, check_no_dropout
 from treering.model.context import tree_attention
 from treering.model.forward import check_forest, decoder_inputs
+from treering.model.images import OF_IMAGES, images_of_batch
 from treering.model.layers import compiled_layers
-from treering.model.pictures import OF_PICTURES, pictures_of_batch
 from treering.model.tree_model import TreeModel
-from treering.ranks.group import check_pictures_together
+from treering.ranks.group import check_images_together
 from treering.tree.forest import Forest, split_padded
 
 When = Literal["training", "always"]
@@ -205,12 +205,12 @@ class TreePatch:
         if self._vision is not None:
             check_forest(forest, parts)
             if parts.shards is not None:
-                check_pictures_together(has_pictures=bool(forest.pictures))
+                check_images_together(has_images=bool(forest.images))
             original = parts.decoder
-        own = _OWN | _PACKING | _REFUSED.keys() | OF_PICTURES
+        own = _OWN | _PACKING | _REFUSED.keys() | OF_IMAGES
         options = {name: value for name, value in kwargs.items() if name not in own}
         device = next(self._decoder.parameters()).device
-        layout = TreeLayout(forest, device, sees_whole_pictures=parts.sees_whole_pictures)
+        layout = TreeLayout(forest, device, sees_whole_images=parts.sees_whole_images)
         with self._layers(), tree_attention(parts, self._backend) as active:
             active.prepare(layout)
             output = self._compile(original)(
@@ -282,10 +282,10 @@ class TreePatch:
                 "columns]; remove attention_mask, or set it to 1 for tokens and 0 for padding"
             )
         given: list[Any] = [None if x is None else x.cpu() for x in (ids, mask, positions)]
-        pictures = None
+        images = None
         if self._vision is not None:
-            pictures = pictures_of_batch(self._vision, split_padded(given[0], given[1], None).sequences, kwargs)
-        forest, places = Forest.from_padded(given[0], given[1], given[2], pictures)
+            images = images_of_batch(self._vision, split_padded(given[0], given[1], None).sequences, kwargs)
+        forest, places = Forest.from_padded(given[0], given[1], given[2], images)
         _check_bounds(kwargs.get("cu_seq_lens_q"), forest)
         return _Batch(forest=forest, places=places)
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from treering.errors import UnsupportedError
 from treering.families import FAMILIES, Family
-from treering.model.pictures import PictureFeatures, VisionPart, find_vision
+from treering.model.images import ImageFeatures, VisionPart, find_vision
 from treering.ranks.group import is_running
 from treering.ranks.setup import check_parallel
 from treering.ranks.units import Shards, find_shards, units_of
@@ -93,7 +93,7 @@ class TreeModel:
     calls_modules: bool
     shards: Shards | None = None
     vision: VisionPart | None = None
-    features: PictureFeatures | None = None
+    features: ImageFeatures | None = None
     state: tuple[object, ...] = field(default=(), repr=False)
     """State of the model when it was bound; see `_state_of`."""
 
@@ -135,9 +135,9 @@ class TreeModel:
         return self.calls_modules == calls_modules or self.shards is None or self.vision is None
 
     @property
-    def sees_whole_pictures(self) -> bool:
+    def sees_whole_images(self) -> bool:
         """Whether the tokens of an image attend to the whole image."""
-        return self.vision is not None and self.vision.sees_whole_pictures
+        return self.vision is not None and self.vision.sees_whole_images
 
 
 def _state_of(bound: TreeModel) -> tuple[object, ...]:
@@ -278,8 +278,8 @@ def _rope_types(config: PreTrainedConfig) -> list[str]:
 def _check_output(causal_lm: PreTrainedModel) -> None:
     """Refuse a `forward` that changes logits: logits are computed from hidden states, without calling it."""
     name = type(causal_lm).__name__
-    takes_pictures = getattr(causal_lm.config, "vision_config", None) is not None
-    stock_models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_pictures else MODEL_FOR_CAUSAL_LM_MAPPING
+    takes_images = getattr(causal_lm.config, "vision_config", None) is not None
+    stock_models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_images else MODEL_FOR_CAUSAL_LM_MAPPING
     known = (kind for kind in type(causal_lm.config).__mro__ if kind in stock_models)
     kind = next(known, None)
     if kind is None:

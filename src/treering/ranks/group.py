@@ -160,7 +160,7 @@ def agreeing(group: RankGroup) -> Iterator[Agreement]:
     agreement.max_tokens = min(max_tokens for *_, max_tokens in facts)
 
 
-def check_pictures_together(*, has_pictures: bool) -> None:
+def check_images_together(*, has_images: bool) -> None:
     """Refuse micro-batches of a sharded model if only some of them have images.
 
     Every rank of a sharded model must call this before a forward, because the tower's weights are gathered by all ranks
@@ -171,7 +171,7 @@ def check_pictures_together(*, has_pictures: bool) -> None:
 
     Example: two ranks with images are fine, and so are two without.
     """
-    facts = all_ranks().gather(has_pictures)
+    facts = all_ranks().gather(has_images)
     if len(set(facts)) > 1:
         raise StateError(
             f"ranks of a sharded model run its vision tower together, and rank {facts.index(True)} has images where "
@@ -191,11 +191,11 @@ def write_together(group: RankGroup, make: Callable[[Callable[[], None]], None],
         OSError: this rank could not write.
         StateError: this rank or another could not write.
     """
-    has_begun = False
+    has_started = False
 
     def begin() -> None:
-        nonlocal has_begun
-        has_begun = True
+        nonlocal has_started
+        has_started = True
         if all(group.gather(True)):
             write_own()
 
@@ -207,7 +207,7 @@ def write_together(group: RankGroup, make: Callable[[Callable[[], None]], None],
             begin()
     except (OSError, StateError) as error:
         problem = error
-        if not has_begun:
+        if not has_started:
             # The others wait to learn whether there is a folder.
             group.gather(False)
     problems = [told for told in group.gather(None if problem is None else str(problem)) if told is not None]

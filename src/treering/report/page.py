@@ -73,7 +73,7 @@ class PageSpan(NamedTuple):
     text: str
     facts: Sequence[str]
     """Properties of the text, names of `CLASSES`."""
-    picture: str | None = None
+    image: str | None = None
     """Data URI of an image to show in place of the text."""
 
 
@@ -96,5 +96,5 @@ def trained_html(trajectories: Sequence[tuple[str, Sequence[PageSpan]]]) -> str:
 def _span(span: PageSpan) -> str:
     classes = " ".join(CLASSES[fact] for fact in span.facts)
     name = escape(span.text)
-    shown = name if span.picture is None else f'<img src="{escape(span.picture)}" alt="{name}" title="{name}">'
+    shown = name if span.image is None else f'<img src="{escape(span.image)}" alt="{name}" title="{name}">'
     return f'<i class="{classes}">{shown}</i>'

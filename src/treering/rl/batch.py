@@ -170,7 +170,7 @@ def _as_task(group: Group) -> TrainingTask:
         task_id=group.prompt.prompt_id,
         sequences=tuple(np.concatenate([prompt, rollout.tokens]) for rollout in group.rollouts),
         loss_masks=tuple(np.concatenate([np.zeros(prompt.size, bool), r.loss_mask]) for r in group.rollouts),
-        pictures=(group.prompt.pictures,) * len(group.rollouts) if group.prompt.pictures else (),
+        images=(group.prompt.images,) * len(group.rollouts) if group.prompt.images else (),
     )
 
 

@@ -442,5 +442,5 @@ class Collection:
             sampling=self._sampling,
             draw=draw,
             sample=sample,
-            pictures=self._prompts[prompt_id].pictures,
+            images=self._prompts[prompt_id].images,
         )

@@ -107,7 +107,7 @@ class RunProcess:
         self.name = name
         self._kind, self._role, self._actors = kind, role, actors
         self._time_limit_s = time_limit_s
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._was_silent = False
         self.actor: Actor | None = None
         self.num_starts = 0
@@ -123,7 +123,7 @@ class RunProcess:
         self.actor = self._actors.start(self._kind, self._role, settings)
         self.num_starts += 1
         self.is_ready = self._was_silent = False
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
 
     def send(self, message: object) -> None:
         """Send a message; a dead process drops it, and `receive` reports the death."""
@@ -144,7 +144,7 @@ class RunProcess:
         except ActorDied as death:
             has_died, self._cause = True, str(death)
         if messages:
-            self._heard_s = time.monotonic()
+            self._last_message_s = time.monotonic()
         for message in messages:
             if isinstance(message, Ready):
                 self.is_ready, self.pid = True, message.pid
@@ -157,8 +157,8 @@ class RunProcess:
         """
         now_s = time.monotonic()
         if self.is_ready and not is_busy:
-            self._heard_s = now_s
-        elif self.actor is not None and now_s > self._heard_s + self._time_limit_s:
+            self._last_message_s = now_s
+        elif self.actor is not None and now_s > self._last_message_s + self._time_limit_s:
             self._was_silent = True
             self.actor.kill()
 

@@ -160,9 +160,9 @@ class RayActor:
     def begin(self, role: Callable[[Any], Role], settings: Any) -> None:
         """Start the role."""
         message, weights = _parted(settings)
-        begun = self._handle.begin.options(num_returns=2)
+        started = self._handle.begin.options(num_returns=2)
         self._calls.append(
-            begun.remote(role, message, weights, Setup(folder=os.getcwd(), num_threads=torch.get_num_threads()))
+            started.remote(role, message, weights, Setup(folder=os.getcwd(), num_threads=torch.get_num_threads()))
         )
         if self._is_looping:
             self._take()

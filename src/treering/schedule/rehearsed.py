@@ -190,9 +190,9 @@ def simulate_rehearsed(
         verified = np.minimum(rehearsed, (kept // CHUNK + 1) * CHUNK)
         counts.append((rehearsed.sum(), verified.sum(), kept.sum()))
         work, stealing = _queues(step, kept, expected_kept(change, rehearsed), plan.placement, number, cluster)
-        begun = np.where(rehearsed > 0, work.num_prompt_tokens + verified, 0)[work.queued]
+        prefilled = np.where(rehearsed > 0, work.num_prompt_tokens + verified, 0)[work.queued]
         owners = np.repeat(np.arange(cluster.num_workers), np.diff(work.offsets))
-        verifying_s = latency.prefill_s * np.bincount(owners, begun, cluster.num_workers)
+        verifying_s = latency.prefill_s * np.bincount(owners, prefilled, cluster.num_workers)
         done.append(
             run_with_rehearsals(
                 starts=opened + (latency.load_s if number > 1 else 0.0) + verifying_s,

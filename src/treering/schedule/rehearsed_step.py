@@ -93,7 +93,7 @@ def run_with_rehearsals(
     running, rehearsing, counts = np.zeros((3, starts.size), np.int64)
     keys, numbers = np.empty(starts.size * num_slots), np.empty(starts.size * num_slots, np.int64)
     heads, ends = work.offsets[:-1].copy(), starts.copy()
-    begun, rehearsed = np.zeros(early.lengths.size), np.zeros(early.lengths.size, np.int64)
+    started, rehearsed = np.zeros(early.lengths.size), np.zeros(early.lengths.size, np.int64)
     # Heaps as in `simulated_step`: clocks at which rows end, and their rollouts; rehearsals have numbers from R on.
     num_left, num_early, num_stolen = num_rollouts, 0, 0
     sampled, decoded, close = 0.0, 0.0, np.inf
@@ -135,7 +135,7 @@ def run_with_rehearsals(
                 rollout = early.order[num_early]
                 num_early += 1
                 now[worker] += costs.prefill_s * early.num_prompt_tokens[rollout]
-                begun[rollout] = clock[worker]
+                started[rollout] = clock[worker]
                 push(keys, numbers, base, rows, clock[worker] + early.lengths[rollout], num_rollouts + rollout)
                 rehearsing[worker] += 1
             else:
@@ -151,7 +151,7 @@ def run_with_rehearsals(
             for at in range(worker * num_slots, worker * num_slots + rehearsing[worker]):
                 rollout = numbers[at] - num_rollouts
                 # A rounded clock must not lose a whole token.
-                rehearsed[rollout] = min(early.lengths[rollout], int(reached - begun[rollout] + 1e-6))
+                rehearsed[rollout] = min(early.lengths[rollout], int(reached - started[rollout] + 1e-6))
     return DoneStep(starts, ends, counts, sampled, rehearsed, decoded, num_stolen)
 
 

@@ -145,7 +145,7 @@ def read_entries(forests: Sequence[Forest], objective: Objective) -> BatchEntrie
     if objective.loss_masks is not None:
         masks = as_masks(objective.loss_masks, branch_length)
     counts = entry_counts(forests, masks, objective.weighting.shared)
-    _check_pictures(forests, counts)
+    _check_images(forests, counts)
     return BatchEntries(
         offsets=np.concatenate([[0], np.cumsum(branch_length)]).astype(np.int64),
         branch_tree=np.concatenate([empty, *branch_tree]),
@@ -328,12 +328,12 @@ def split_totals(name: str, items: BranchValues) -> tuple[list[BranchValue], lis
     return per_token, totals
 
 
-def _check_pictures(forests: Sequence[Forest], counts: Float64Array) -> None:
+def _check_images(forests: Sequence[Forest], counts: Float64Array) -> None:
     """Refuse masks that train placeholder tokens of images."""
     start = 0
     for forest in forests:
         stop = start + forest.num_branch_tokens
-        if forest.pictures:
+        if forest.images:
             indices, offsets = forest.paths()
             wrong = np.flatnonzero((forest.tokens[indices] < 0) & (counts[start:stop] > 0))
             if wrong.size:

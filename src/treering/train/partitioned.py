@@ -29,8 +29,8 @@ from treering.train.router_losses import branches_through
 from treering.train.scoring import Scorer, put_scores
 from treering.tree.forest import Forest
 from treering.tree.fragment import query_ranges, take_fragment
+from treering.tree.image_tokens import rotary_positions
 from treering.tree.partition import PartitionedTree
-from treering.tree.picture_tokens import rotary_positions
 from treering.tree.plan import MicroBatch
 
 Unit = MicroBatch | PartitionedTree
@@ -198,7 +198,7 @@ class PartitionedStep:
             ancestors=tuple(ancestors),
             gateway=gateway,
             boundary=boundary,
-            sees_whole_pictures=self._scorer.parts.sees_whole_pictures,
+            sees_whole_images=self._scorer.parts.sees_whole_images,
         )
         return _OpenPartition(
             fragment=fragment,

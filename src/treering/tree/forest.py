@@ -1,7 +1,7 @@
 """Forest: sequences merged by token identity into prefix trees, with each distinct token stored once.
 
 A branch is a view: a path of packed indices, found by walking up the parents. An image's placeholders are negative
-tokens that name the image, -(1 + n) for `pictures[n]`, so that prefixes merge by pixels. Code that does not know images
+tokens that name the image, -(1 + n) for `images[n]`, so that prefixes merge by pixels. Code that does not know images
 cannot embed one by mistake. All tokens of an image are equal, so no branch begins inside one.
 
     N distinct tokens   K branches (the given sequences)   S segments   F flat tokens (the sum of branch lengths)
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
-from treering.data.picture import Picture, PlacedPicture, check_places
+from treering.data.image import ImageData, PlacedImage, check_places
 from treering.errors import InputError
 from treering.tree import radix
 from treering.types import MAX_TOKEN_ID
@@ -29,15 +29,15 @@ class Forest:
     Siblings are in the order of their first appearance in the input.
 
     Attributes:
-        tokens: [N] token ids; -(1 + n) at the placeholders of picture n.
+        tokens: [N] token ids; -(1 + n) at the placeholders of image n.
         tokens: [N] token ids; -(1 + n) at the placeholders of image n.
         position: [N] depth, 0 at a root; the RoPE position.
         subtree_end: [N] one past the last descendant.
         branch_end: [K] packed index of each branch's last token; equal for duplicates, inside a path for prefixes.
         segment_start: [S] packed index of each segment's first token, ascending.
         segment_parent: [S] segment above, -1 at a root.
-        pictures: distinct pictures, empty for text; a part of a forest keeps those of the whole.
-        pictures: distinct images, empty for text; a part of a forest keeps those of the whole.
+        images: distinct images, empty for text; a part of a forest keeps those of the whole.
+        images: distinct images, empty for text; a part of a forest keeps those of the whole.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
@@ -56,7 +56,7 @@ class Forest:
     branch_end: Int32Array
     segment_start: Int32Array
     segment_parent: Int32Array
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[ImageData, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {self.tokens.size, self.parent.size, self.position.size, self.subtree_end.size}
@@ -69,7 +69,7 @@ class Forest:
     def from_sequences(
         cls,
         sequences: Iterable[Sequence[int] | NDArray[np.integer[Any]]],
-        pictures: Sequence[Sequence[PlacedPicture]] | None = None,
+        images: Sequence[Sequence[PlacedImage]] | None = None,
     ) -> "Forest":
         """Merge sequences of token ids into a forest.
 
@@ -77,28 +77,28 @@ class Forest:
 
         Args:
             sequences: K non-empty one-dimensional sequences of integers in [0, 2**31).
-            pictures: images of each sequence, in order; prefixes with different images do not merge. None for text.
+            images: images of each sequence, in order; prefixes with different images do not merge. None for text.
 
         Raises:
-            InputError: a sequence is empty or ragged, an entry is not an integer, an id is out of range, `pictures` has
+            InputError: a sequence is empty or ragged, an entry is not an integer, an id is out of range, `images` has
                 another number of entries than `sequences`, or an image is not at placeholder tokens.
         """
         _check_iterable(sequences)
         parts = [_as_token_ids(i, sequence) for i, sequence in enumerate(sequences)]
-        table = PictureTable()
-        if pictures is not None:
-            if len(pictures) != len(parts):
-                raise InputError(f"pictures must have one entry per sequence ({len(parts)}), got {len(pictures)}")
-            parts = [table.tokens(part, placed) for part, placed in zip(parts, pictures, strict=True)]
-        return cls._merged(parts, table.pictures)
+        table = ImageTable()
+        if images is not None:
+            if len(images) != len(parts):
+                raise InputError(f"images must have one entry per sequence ({len(parts)}), got {len(images)}")
+            parts = [table.tokens(part, placed) for part, placed in zip(parts, images, strict=True)]
+        return cls._merged(parts, table.images)
 
     @classmethod
-    def _merged(cls, parts: Sequence[Int32Array], pictures: tuple[Picture, ...]) -> "Forest":
+    def _merged(cls, parts: Sequence[Int32Array], images: tuple[ImageData, ...]) -> "Forest":
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([part.size for part in parts], out=offsets[1:])
         flat = np.concatenate(parts) if parts else np.empty(0, np.int32)
         arrays = radix.lay_out(flat, offsets, radix.insert_sequences(flat, offsets))
-        return cls(**arrays._asdict(), pictures=pictures)
+        return cls(**arrays._asdict(), images=images)
 
     @classmethod
     def from_padded(
@@ -106,11 +106,11 @@ class Forest:
         ids: ArrayLike,
         mask: ArrayLike | None = None,
         position_ids: ArrayLike | None = None,
-        pictures: Sequence[Sequence[PlacedPicture]] | None = None,
+        images: Sequence[Sequence[PlacedImage]] | None = None,
     ) -> tuple["Forest", Int64Array]:
         """Merge the sequences of a padded batch [B, T], as trainers make them; see `split_padded`.
 
-        `pictures` holds the images of each sequence, with offsets that do not count padding; see `from_sequences`.
+        `images` holds the images of each sequence, with offsets that do not count padding; see `from_sequences`.
 
         Returns:
             The forest, and places, int64 [B, T]: the packed index of each token, -1 at padding. `values[places]` brings
@@ -125,7 +125,7 @@ class Forest:
             (3, [[-1, 0, 1], [0, 2, -1]])
         """
         sequences, real = split_padded(ids, mask, position_ids)
-        forest = cls.from_sequences(sequences, pictures)
+        forest = cls.from_sequences(sequences, images)
         return forest, places_of(real, forest.paths()[0])
 
     @classmethod
@@ -143,7 +143,7 @@ class Forest:
             return np.where(flat < 0, flat, flat + shift).astype(np.int32)
 
         zeros = np.zeros(len(forests) + 1, np.int64)
-        table = PictureTable()
+        table = ImageTable()
         tokens = [np.empty(0, np.int32), *(table.renumbered(forest) for forest in forests)]
         return cls(
             tokens=np.concatenate(tokens),
@@ -153,7 +153,7 @@ class Forest:
             branch_end=joined("branch_end", token_offsets),
             segment_start=joined("segment_start", token_offsets),
             segment_parent=joined("segment_parent", segment_offsets),
-            pictures=table.pictures,
+            images=table.images,
         )
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -236,7 +236,7 @@ class Forest:
             >>> Forest.from_sequences([[5, 6], [9], [5, 7]]).take_branches([2, 1]).tokens.tolist()
             [5, 7, 9]
         """
-        return self._merged([self.tokens[self.path(branch)] for branch in branches], self.pictures)
+        return self._merged([self.tokens[self.path(branch)] for branch in branches], self.images)
 
     def trees(self) -> list["Forest"]:
         """Return each tree as its own forest; the branches of a tree keep their order."""
@@ -275,11 +275,11 @@ class Forest:
             branch_end=self.branch_end[branches] - start,
             segment_start=self.segment_start[segments] - start,
             segment_parent=np.maximum(self.segment_parent[segments] - first_segment, np.int32(-1)),
-            pictures=self.pictures,
+            images=self.images,
         )
 
 
-_ARRAYS = tuple(field.name for field in fields(Forest) if field.name != "pictures")
+_ARRAYS = tuple(field.name for field in fields(Forest) if field.name != "images")
 
 
 def _rebuild(*values: Any) -> Forest:
@@ -315,36 +315,36 @@ def _out_of_range(ids: NDArray[np.integer[Any]]) -> bool:
     return int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID
 
 
-class PictureTable:
+class ImageTable:
     """Distinct images in the order of their first appearance.
 
     Example:
-        >>> black, white = (Picture(values=np.full((1, 3), x, np.float32), num_tokens=2) for x in (0.0, 1.0))
-        >>> table = PictureTable()
-        >>> table.tokens([9, 9, 5], [PlacedPicture(start=0, picture=white)]).tolist()
+        >>> black, white = (ImageData(values=np.full((1, 3), x, np.float32), num_tokens=2) for x in (0.0, 1.0))
+        >>> table = ImageTable()
+        >>> table.tokens([9, 9, 5], [PlacedImage(start=0, image=white)]).tolist()
         [-1, -1, 5]
-        >>> two = [PlacedPicture(start=0, picture=black), PlacedPicture(start=2, picture=white)]
+        >>> two = [PlacedImage(start=0, image=black), PlacedImage(start=2, image=white)]
         >>> table.tokens([9, 9, 9, 9], two).tolist()
         [-2, -2, -1, -1]
     """
 
     def __init__(self) -> None:
         self._number: dict[bytes, int] = {}
-        self._pictures: list[Picture] = []
+        self._images: list[ImageData] = []
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
+    def images(self) -> tuple[ImageData, ...]:
         """The distinct images that were added."""
-        return tuple(self._pictures)
+        return tuple(self._images)
 
-    def add(self, picture: Picture) -> int:
+    def add(self, image: ImageData) -> int:
         """Return the number of an image, a new one if its digest is not in the table."""
-        number = self._number.setdefault(picture.digest, len(self._pictures))
-        if number == len(self._pictures):
-            self._pictures.append(picture)
+        number = self._number.setdefault(image.digest, len(self._images))
+        if number == len(self._images):
+            self._images.append(image)
         return number
 
-    def tokens(self, tokens: Sequence[int] | NDArray[np.int32], placed: Sequence[PlacedPicture]) -> Int32Array:
+    def tokens(self, tokens: Sequence[int] | NDArray[np.int32], placed: Sequence[PlacedImage]) -> Int32Array:
         """Return a sequence as int32, with the tokens of its images at their placeholders.
 
         Raises:
@@ -353,12 +353,12 @@ class PictureTable:
         ids = np.array(tokens, np.int32)
         check_places(placed, ids)
         for one in placed:
-            ids[one.start : one.stop] = -1 - self.add(one.picture)
+            ids[one.start : one.stop] = -1 - self.add(one.image)
         return ids
 
     def renumbered(self, forest: Forest) -> Int32Array:
         """Return the tokens of a forest, with its images by their numbers in this table."""
-        numbers = np.array([self.add(picture) for picture in forest.pictures], np.int32)
+        numbers = np.array([self.add(image) for image in forest.images], np.int32)
         own = forest.tokens
         # A forest of text has no numbers to look up.
         return np.where(own < 0, -1 - numbers[np.clip(-1 - own, 0, numbers.size - 1)], own) if numbers.size else own

@@ -9,7 +9,7 @@ import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
 from treering.tree.forest import Forest
-from treering.tree.picture_tokens import picture_tokens
+from treering.tree.image_tokens import image_tokens
 
 
 class QueryRanges(NamedTuple):
@@ -23,17 +23,17 @@ class QueryRanges(NamedTuple):
     position: Int64Array
 
     @classmethod
-    def within(cls, forest: Forest, *, sees_whole_pictures: bool = False) -> "QueryRanges":
+    def within(cls, forest: Forest, *, sees_whole_images: bool = False) -> "QueryRanges":
         """Return the ranges of a forest's own tokens: each token is seen by itself and its descendants.
 
-        With `sees_whole_pictures` a token of an image is seen by all tokens of that image, the earlier ones too.
+        With `sees_whole_images` a token of an image is seen by all tokens of that image, the earlier ones too.
 
         Example: in a forest of the branches 5, 6 and 5, 7 the rows that see the three tokens are 0:3, 1:2 and 2:3.
         """
         first = np.arange(forest.num_tokens)
-        if sees_whole_pictures and forest.pictures:
-            pictured = picture_tokens(forest)
-            first[pictured.at] -= pictured.offset
+        if sees_whole_images and forest.images:
+            placed_tokens = image_tokens(forest)
+            first[placed_tokens.at] -= placed_tokens.offset
         return cls(
             first=first,
             stop=forest.subtree_end.astype(np.int64),
@@ -66,7 +66,7 @@ def take_fragment(tree: Forest, tokens: Int32Array) -> Forest:
         branch_end=np.empty(0, np.int32),
         segment_start=segment_start.astype(np.int32),
         segment_parent=np.where(first_parent < 0, -1, segment_of[first_parent]).astype(np.int32),
-        pictures=tree.pictures,
+        images=tree.images,
     )
 
 

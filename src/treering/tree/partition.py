@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from treering.errors import InputError
 from treering.tree.forest import Forest
-from treering.tree.picture_tokens import picture_spans
+from treering.tree.image_tokens import image_spans
 from treering.types import is_count
 
 
@@ -90,7 +90,7 @@ def cut_tree(tree: Forest, max_tokens: int) -> tuple[Partition, ...]:
         raise InputError(f"only one tree can be cut, got a forest of {tree.num_trees}; cut each of forest.trees()")
     if not is_count(max_tokens, least=1):
         raise InputError(f"max_tokens of a partition must be an integer of at least 1, got {max_tokens!r}")
-    wholes = picture_spans(tree)
+    wholes = image_spans(tree)
     largest = max((stop - first for first, stop in wholes), default=0)
     if largest > max_tokens:
         raise InputError(

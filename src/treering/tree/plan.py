@@ -117,7 +117,7 @@ def plan_batch(
     _check_limits(max_tokens=max_tokens, fill_tokens=fill_tokens, cut_tokens=cut_tokens)
     if cut_tokens is not None:
         # Smaller partitions only make it faster, and an image is never cut.
-        cut_tokens = max([cut_tokens, *(picture.num_tokens for forest in forests for picture in forest.pictures)])
+        cut_tokens = max([cut_tokens, *(image.num_tokens for forest in forests for image in forest.images)])
     max_tokens = _least(max_tokens, cut_tokens)
     trees, branches = _trees(forests)
     is_cut = [max_tokens is not None and tree.num_tokens > max_tokens for tree in trees]

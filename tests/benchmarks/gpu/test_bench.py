@@ -33,7 +33,7 @@ def test_the_driver_runs_all_parts_in_order_and_writes_a_file_for_each(
     start = random_start(tmp_path / "start")
     monkeypatch.setattr("benchmarks.gpu.loop.measure_sums", lambda size, device: measure_sums(TINY, device, start))
     reports = gpu.run(gpu.Settings(device="cpu", size="tiny", data=tmp_path, out=tmp_path))
-    assert [*reports] == ["engine", "attention", "loop", "pictures", "model"]
+    assert [*reports] == ["engine", "attention", "loop", "images", "model"]
     for name, report in reports.items():
         assert json.loads((tmp_path / f"gpu-{name}.json").read_text()) == json.loads(json.dumps(report))
         assert report["cases"]

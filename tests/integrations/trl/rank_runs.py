@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
-from tests.integrations.trl import on_cpu, picture_runs, runs
+from tests.integrations.trl import image_runs, on_cpu, runs
 from treering.errors import StateError
 from treering.model.patch import TreePatch
 from treering.ranks.sharded_state import as_whole
@@ -27,8 +27,8 @@ DDP: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "grpo lora": (runs.grpo, {}, {"lora": True, **REFERENCED}),
     "sft": (runs.sft, {}, {"gradient_accumulation_steps": 2, "ddp_find_unused_parameters": True}),
     "distillation": (runs.distillation, {}, {"gradient_accumulation_steps": 1}),
-    "pictures grpo": (picture_runs.grpo, {}, {"pictures": "qwen2_5_vl", "gradient_accumulation_steps": 1}),
-    "pictures sft": (picture_runs.sft_mixed, {}, {"pictures": "qwen2_5_vl", "gradient_accumulation_steps": 2}),
+    "images grpo": (image_runs.grpo, {}, {"images": "qwen2_5_vl", "gradient_accumulation_steps": 1}),
+    "images sft": (image_runs.sft_mixed, {}, {"images": "qwen2_5_vl", "gradient_accumulation_steps": 2}),
 }
 OFFLOADED, CHECKPOINTED = {"cpu_offload": True}, {"activation_checkpointing": True}
 FSDP: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -40,8 +40,8 @@ FSDP: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "dpo lora": (runs.dpo, {}, {"lora": True, "gradient_checkpointing": True}),
     "kto one unit": (runs.kto, {"auto_wrap_policy": "NO_WRAP"}, {}),
     "distillation": (runs.distillation, {}, {"gradient_accumulation_steps": 1}),
-    "pictures grpo": (picture_runs.grpo, {}, {"pictures": "qwen2_5_vl", "beta": 0.1}),
-    "pictures sft checkpointed": (picture_runs.sft, CHECKPOINTED, {"pictures": "qwen3_vl"}),
+    "images grpo": (image_runs.grpo, {}, {"images": "qwen2_5_vl", "beta": 0.1}),
+    "images sft checkpointed": (image_runs.sft, CHECKPOINTED, {"images": "qwen3_vl"}),
 }
 LAYERS = {
     "qwen2_5_vl": ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"],
@@ -82,7 +82,7 @@ def options_of(kind: str, name: str) -> tuple[Any, str, dict[str, Any], dict[str
     """Return the trainer of a case, its model, the options of both sides, and those of `share_prefixes`."""
     make, host, options = CASES[kind][name]
     model, options = runs.model_and_options(options)
-    family = options.pop("pictures", None)
+    family = options.pop("images", None)
     shared = options.pop("share", {"group_batches": False})
     if kind == "fsdp":
         layers = LAYERS.get(family or model.get("family"), ["Qwen3DecoderLayer"])
@@ -97,7 +97,7 @@ def options_of(kind: str, name: str) -> tuple[Any, str, dict[str, Any], dict[str
         }
         options |= {"deepspeed": config, "use_cpu": False}
     if family is not None:
-        picture_runs.saved(family)
+        image_runs.saved(family)
     return make, family or runs.saved(**model), options, shared
 
 
@@ -132,16 +132,16 @@ def refusal_of_a_wrong_tree(folder: Path) -> str:
     return refusal(lambda: runs.train(make, model, folder, shared={}, **options))
 
 
-def refusal_of_pictures_on_one_rank(folder: Path) -> str:
+def refusal_of_images_on_one_rank(folder: Path) -> str:
     """Return this rank's error if only rank 0 has images."""
-    make, family, options, shared = options_of("fsdp", "pictures sft checkpointed")
+    make, family, options, shared = options_of("fsdp", "images sft checkpointed")
     options |= {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
-    options["trainer_options"] = {"train_dataset": picture_runs.mixed().select([1, 0])}
+    options["trainer_options"] = {"train_dataset": image_runs.mixed().select([1, 0])}
     return refusal(lambda: runs.train(make, family, folder, shared=shared, **options))
 
 
 # The wrong tree comes last, because it stays.
-REFUSALS = {"pictures on one rank": refusal_of_pictures_on_one_rank, "wrong": refusal_of_a_wrong_tree}
+REFUSALS = {"images on one rank": refusal_of_images_on_one_rank, "wrong": refusal_of_a_wrong_tree}
 
 
 def main(kind: str, folder: Path, names: list[str]) -> None:

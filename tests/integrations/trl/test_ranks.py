@@ -73,7 +73,7 @@ def test_gradients_and_weights_are_those_of_the_stock_trainer_on_every_rank(rank
 def test_what_one_rank_gets_wrong_stops_all(ranks: list[dict[str, Any]]) -> None:
     for name, text in (
         ("wrong", "the first micro-batch's gradients on trees"),
-        ("pictures on one rank", "rank 0 has images where rank 1 has none"),
+        ("images on one rank", "rank 0 has images where rank 1 has none"),
     ):
         assert {saved[name] for saved in ranks} == {ranks[0][name]}
         assert text in ranks[0][name]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.data.cache.datasets import dataset_of
-from tests.data.pictures.vlm_folder import as_bytes, make_folder, picture
+from tests.data.images.vlm_folder import as_bytes, image, make_folder
 from treering.data import RenderedTrajectory
 from treering.data.cache.dataset import TokenDataset
 from treering.data.cache.folder import entries
@@ -22,9 +22,9 @@ from treering.rl.tasks.task import Prompt
 
 
 def fields_of(prompt: Prompt) -> tuple[object, ...]:
-    pictures = [(placed.start, placed.picture.digest, placed.picture.values.tobytes()) for placed in prompt.pictures]
+    images = [(placed.start, placed.image.digest, placed.image.values.tobytes()) for placed in prompt.images]
     tokens = (prompt.tokens.dtype, prompt.tokens.tolist())
-    return type(prompt.prompt_id), prompt.prompt_id, tokens, prompt.answer, prompt.columns, pictures
+    return type(prompt.prompt_id), prompt.prompt_id, tokens, prompt.answer, prompt.columns, images
 
 
 def rows_of(num_prompts: int) -> TokenDataset:
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Prompts with and without ids, an image, a repeated prompt, and a long one."""
-    (tmp_path / "a.png").write_bytes(as_bytes(picture(0, (56, 56))))
+    (tmp_path / "a.png").write_bytes(as_bytes(image(0, (56, 56))))
     records = [
         {"question": "the tool", "answer": 2.50, "level": 1.5},
         {"question": "the agent", "images": ["a.png"], "answer": "1", "id": "seen"},
@@ -141,7 +141,7 @@ def test_a_limit_of_tokens_alone_takes_the_same_cache_and_whatever_changes_token
     file.write_text(file.read_text().replace("tool", "user"))
     before = read(file, folder, cache).prompts[1].content
     assert len(entries(cache)) == 3
-    (tmp_path / "a.png").write_bytes(as_bytes(picture(1, (56, 56))))
+    (tmp_path / "a.png").write_bytes(as_bytes(image(1, (56, 56))))
     assert read(file, folder, cache).prompts[1].content == read(file, folder, None).prompts[1].content != before
 
 

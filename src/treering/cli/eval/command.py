@@ -183,16 +183,16 @@ def _measure(target: EvalTarget, stack: ExitStack) -> Measure:
         prompts = load_held_out(config, Path())
         assert prompts is not None, "find_target checks it"
         stack.callback(prompts.close)
-        policy = _model(target, takes_pictures=prompts.has_pictures)
+        policy = _model(target, takes_images=prompts.has_images)
         return measure_rewards(config, prompts, lambda: policy)
     corpus = _held_out(config)
-    model = _model(target, takes_pictures=corpus.has_pictures)
+    model = _model(target, takes_images=corpus.has_images)
 
     return HeldOutLoss(model, corpus.tasks, compute=config.options, layout=config.train.layout)
 
 
-def _model(target: EvalTarget, *, takes_pictures: bool) -> nn.Module:
-    model = load_checkpoint(target.weights, takes_pictures=takes_pictures)
+def _model(target: EvalTarget, *, takes_images: bool) -> nn.Module:
+    model = load_checkpoint(target.weights, takes_images=takes_images)
     return model.to(choose_device(target.config.model.device))
 
 

@@ -60,9 +60,9 @@ def run(options: InspectOptions) -> None:
     for table in [summary_table(reports), *details, *cause_tables(reports)]:
         console.print(table)
     following = next_command(reports, options.tokenizer, has_causes=options.why)
-    pictures = [picture_line(report, shape) for report in reports if report.pictures]
+    images = [image_line(report, shape) for report in reports if report.images]
     verdicts = [line for report in reports for line in (training_line(report), verdict(report, shape))]
-    for line in [*verdicts, *pictures, f"Next: {following}"]:
+    for line in [*verdicts, *images, f"Next: {following}"]:
         console.print(line, soft_wrap=not sys.stdout.isatty() or line.startswith("Next"))
 
 
@@ -204,15 +204,15 @@ def training_line(report: FileReport) -> str:
     return f"{trained}; {count}: {shown}{', ...' if len(report.copies) > _NUM_COPIES else ''}."
 
 
-def picture_line(report: FileReport, model_shape: str) -> str:
+def image_line(report: FileReport, model_shape: str) -> str:
     """Return how many images a file has, and what trees gain with the vision tower counted.
 
     Example: 16 rows with the same image of 256 tokens have 16 images, of which 1 is computed.
     """
-    found = report.pictures
-    assert found is not None, "the file has pictures"
+    found = report.images
+    assert found is not None, "the file has images"
     counts = (
-        f"{stem_of(report)}: {found.pictures:,} images, {found.distinct_in_file:,} distinct, of which trees compute "
+        f"{stem_of(report)}: {found.images:,} images, {found.distinct_in_file:,} distinct, of which trees compute "
         f"{found.distinct:,}; they take {found.tokens:,} of its tokens, {found.unique_tokens:,} with sharing"
     )
     if found.flop_bound is None:

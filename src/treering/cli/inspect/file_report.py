@@ -14,9 +14,9 @@ from rich.text import Text
 from treering.analysis.tower import TowerShape
 from treering.data import RenderedTrajectory
 from treering.data.cache.dataset import TokenDataset
-from treering.data.picture import Picture
+from treering.data.image import ImageData
 from treering.data.rendering.encoder import open_tokenizer
-from treering.data.trajectory import cut_pictures
+from treering.data.trajectory import cut_images
 from treering.errors import plural
 from treering.tree.forest import Forest
 from treering.tree.repeats import Fork, explain_losses
@@ -69,10 +69,10 @@ class RewardsReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PicturesReport:
+class ImagesReport:
     """Images of a file; figures are sums over tasks."""
 
-    pictures: int
+    images: int
     """Images of all rows, repeats included."""
     distinct: int
     """Distinct images per task, summed: the number that a vision tower computes."""
@@ -92,7 +92,7 @@ class _Counts:
     def __init__(self, dataset: TokenDataset, tower: TowerShape | None) -> None:
         self._dataset, self._tower = dataset, tower
         self._turn_ends = dataset.last_turn_ends
-        self._num_pictures = self._num_distinct = self._picture_tokens = self._unique_picture_tokens = 0
+        self._num_images = self._num_distinct = self._image_tokens = self._unique_image_tokens = 0
         self._flat_tower_flops = self._tower_flops = 0
         self.tree = self._turns_tree = Work(num_tokens=0, num_pairs=0)
         self.branching = BranchingCounter()
@@ -106,8 +106,8 @@ class _Counts:
         self.branching.add(forest)
         self.largest_tree = max(self.largest_tree, forest.num_tokens)
         self.num_prompt_shared += self._work(rows, prompts).num_tokens + int((lengths - prompts).sum())
-        if self._dataset.pictures:
-            self._add_pictures([placed.picture for row in rows for placed in self._dataset.placed(row)], forest)
+        if self._dataset.images:
+            self._add_images([placed.image for row in rows for placed in self._dataset.placed(row)], forest)
         # Samples of a trajectory are prefixes of its last one, so only the last adds tokens to the tree.
         self._turns_tree += self._work(rows, self._turn_ends[rows])
         return forest
@@ -118,30 +118,30 @@ class _Counts:
 
     def _forest(self, rows: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Forest:
         """Return the tree of each row's first tokens; rows without any are skipped."""
-        dataset, begun = self._dataset, sizes > 0
-        has_pictures = dataset.rows["num_pictures"][rows].any()
-        numbers, ends = rows[begun].tolist(), sizes[begun].tolist()
+        dataset, present = self._dataset, sizes > 0
+        has_images = dataset.rows["num_images"][rows].any()
+        numbers, ends = rows[present].tolist(), sizes[present].tolist()
         tokens = (dataset.tokens(row)[:end] for row, end in zip(numbers, ends, strict=True))
-        placed = (cut_pictures(dataset.placed(row), end) for row, end in zip(numbers, ends, strict=True))
-        return Forest.from_sequences(tokens, pictures=list(placed) if has_pictures else None)
+        placed = (cut_images(dataset.placed(row), end) for row, end in zip(numbers, ends, strict=True))
+        return Forest.from_sequences(tokens, images=list(placed) if has_images else None)
 
-    def _add_pictures(self, placed: Sequence[Picture], forest: Forest) -> None:
-        self._num_pictures += len(placed)
-        self._num_distinct += len(forest.pictures)
-        self._picture_tokens += sum(picture.num_tokens for picture in placed)
-        self._unique_picture_tokens += int((forest.tokens < 0).sum())
+    def _add_images(self, placed: Sequence[ImageData], forest: Forest) -> None:
+        self._num_images += len(placed)
+        self._num_distinct += len(forest.images)
+        self._image_tokens += sum(image.num_tokens for image in placed)
+        self._unique_image_tokens += int((forest.tokens < 0).sum())
         if self._tower is not None:
             self._flat_tower_flops += self._tower.flops(placed)
-            self._tower_flops += self._tower.flops(forest.pictures)
+            self._tower_flops += self._tower.flops(forest.images)
 
-    def pictures(self, flat: Work, shape: ModelShape) -> PicturesReport:
+    def images(self, flat: Work, shape: ModelShape) -> ImagesReport:
         text = [train_flops(shape, work.num_tokens, work.num_pairs) for work in (flat, self.tree)]
-        return PicturesReport(
-            pictures=self._num_pictures,
+        return ImagesReport(
+            images=self._num_images,
             distinct=self._num_distinct,
-            distinct_in_file=len(self._dataset.pictures),
-            tokens=self._picture_tokens,
-            unique_tokens=self._unique_picture_tokens,
+            distinct_in_file=len(self._dataset.images),
+            tokens=self._image_tokens,
+            unique_tokens=self._unique_image_tokens,
             flop_bound=None
             if self._tower is None
             else (text[0] + self._flat_tower_flops) / (text[1] + self._tower_flops),
@@ -220,7 +220,7 @@ class FileReport:
     """The largest token id."""
     rewards: RewardsReport | None
     """None if no trajectory has a reward."""
-    pictures: PicturesReport | None = None
+    images: ImagesReport | None = None
     """None if the file has no images."""
     why: WhyReport | None = None
     """Causes of lost sharing; None without `--why`."""
@@ -264,7 +264,7 @@ def measure(
         largest_tree=counts.largest_tree,
         largest_id=int(dataset.rows["largest_id"].max()),
         rewards=_rewards(dataset),
-        pictures=counts.pictures(flat, shape) if dataset.pictures else None,
+        images=counts.images(flat, shape) if dataset.images else None,
         why=explain_tasks(dataset, forests, tokenizer_dir, num_causes) if num_causes else None,
     )
 

@@ -18,12 +18,12 @@ from treering.cli.inspect.options import InspectOptions
 from treering.data import RenderedTrajectory, TaskId
 from treering.data.cache.build_dataset import num_common
 from treering.data.cache.dataset import TokenDataset
-from treering.data.picture import StoredPicture, thumbnail_uri
+from treering.data.image import StoredImage, thumbnail_uri
 from treering.data.rendering.encoder import open_tokenizer
 from treering.errors import InputError
 from treering.report.page import PageSpan
 from treering.report.page import trained_html as as_html
-from treering.tree.forest import PictureTable
+from treering.tree.forest import ImageTable
 from treering.types import TokenIds
 
 NUM_SHOWN = 3
@@ -33,7 +33,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpanPicture:
+class SpanImage:
     """Image of a span."""
 
     number: int
@@ -60,7 +60,7 @@ class TextSpan:
     """Whether another trajectory of the task also begins with them, so that they are computed once for both."""
     special: bool
     """Whether they are tokens that no text produces, such as turn markers."""
-    picture: SpanPicture | None = None
+    image: SpanImage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +151,10 @@ class _Thumbnails:
         self._made: dict[bytes, str] = {}
         self._max_count = max_count
 
-    def of(self, picture: StoredPicture) -> str | None:
-        if picture.digest not in self._made and len(self._made) < self._max_count:
-            self._made[picture.digest] = thumbnail_uri(picture.source)
-        return self._made.get(picture.digest)
+    def of(self, image: StoredImage) -> str | None:
+        if image.digest not in self._made and len(self._made) < self._max_count:
+            self._made[image.digest] = thumbnail_uri(image.source)
+        return self._made.get(image.digest)
 
 
 def _shown(
@@ -166,14 +166,14 @@ def _shown(
     file: str,
     row: int,
 ) -> ShownTrajectory:
-    table = PictureTable()
-    keys = table.tokens(one.tokens, one.pictures)
-    others = (table.tokens(other.tokens, other.pictures) for other in task if other is not one)
+    table = ImageTable()
+    keys = table.tokens(one.tokens, one.images)
+    others = (table.tokens(other.tokens, other.images) for other in task if other is not one)
     num_shared = max((num_common(keys, other) for other in others), default=0)
     is_shared = np.arange(one.tokens.size) < num_shared
     places = _places(one)
-    fates = np.stack([one.loss_mask, is_shared, texts.are_special(one.tokens), places], axis=1)
-    cuts = [0, *(np.flatnonzero((fates[1:] != fates[:-1]).any(axis=1)) + 1).tolist(), one.tokens.size]
+    kinds = np.stack([one.loss_mask, is_shared, texts.are_special(one.tokens), places], axis=1)
+    cuts = [0, *(np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1).tolist(), one.tokens.size]
     return ShownTrajectory(
         file=file,
         row=row,
@@ -184,14 +184,14 @@ def _shown(
         num_shared=num_shared,
         num_in_task=len(task),
         spans=tuple(
-            _picture_span(one, int(places[begin]), thumbnails, shared=bool(fates[begin, 1]))
+            _image_span(one, int(places[begin]), thumbnails, shared=bool(kinds[begin, 1]))
             if places[begin]
             else TextSpan(
                 text=texts.decode(one.tokens[begin:end], is_first=begin == 0),
                 num_tokens=end - begin,
-                trained=bool(fates[begin, 0]),
-                shared=bool(fates[begin, 1]),
-                special=bool(fates[begin, 2]),
+                trained=bool(kinds[begin, 0]),
+                shared=bool(kinds[begin, 1]),
+                special=bool(kinds[begin, 2]),
             )
             for begin, end in pairwise(cuts)
         ),
@@ -201,22 +201,22 @@ def _shown(
 def _places(one: RenderedTrajectory) -> npt.NDArray[np.int64]:
     """Return the number of the image at each token, from 1; 0 for text."""
     places = np.zeros(one.tokens.size, np.int64)
-    for number, placed in enumerate(one.pictures, start=1):
+    for number, placed in enumerate(one.images, start=1):
         places[placed.start : placed.stop] = number
     return places
 
 
-def _picture_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails, *, shared: bool) -> TextSpan:
-    picture = one.pictures[number - 1].picture
-    assert isinstance(picture, StoredPicture), "a file has encoded pictures"
-    (width, height), digest = picture.size, picture.digest.hex()
+def _image_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails, *, shared: bool) -> TextSpan:
+    image = one.images[number - 1].image
+    assert isinstance(image, StoredImage), "a file has encoded images"
+    (width, height), digest = image.size, image.digest.hex()
     return TextSpan(
-        text=f"[image {number}: {width}x{height}, {picture.num_tokens} tokens, digest {digest[:8]}…]",
-        num_tokens=picture.num_tokens,
+        text=f"[image {number}: {width}x{height}, {image.num_tokens} tokens, digest {digest[:8]}…]",
+        num_tokens=image.num_tokens,
         trained=False,
         shared=shared,
         special=True,
-        picture=SpanPicture(number=number, width=width, height=height, digest=digest, thumbnail=thumbnails.of(picture)),
+        image=SpanImage(number=number, width=width, height=height, digest=digest, thumbnail=thumbnails.of(image)),
     )
 
 
@@ -231,8 +231,8 @@ OPEN, CLOSE = "\u27e6", "\u27e7"
 """Marks around trained text, where there are no colours."""
 _STYLES = {"trained": "green", "context": "dim", "special": "bold"}
 # Text of a file must not steer the terminal: show control characters as symbols, or as U+FFFD if they have none.
-_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
-_PICTURES |= dict.fromkeys(range(128, 160), "�") | {0x7F: "\u2421"}
+_IMAGES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
+_IMAGES |= dict.fromkeys(range(128, 160), "�") | {0x7F: "\u2421"}
 
 
 def run(options: InspectOptions) -> None:
@@ -308,12 +308,12 @@ def printable(text: str) -> str:
 
     Example: the escape character becomes U+241B.
     """
-    return text.translate(_PICTURES)
+    return text.translate(_IMAGES)
 
 
 def _facts(one: ShownTrajectory) -> list[PageSpan]:
     return [
-        PageSpan(printable(span.text), _facts_of(span), None if span.picture is None else span.picture.thumbnail)
+        PageSpan(printable(span.text), _facts_of(span), None if span.image is None else span.image.thumbnail)
         for span in one.spans
     ]
 

@@ -284,7 +284,7 @@ def build(
         notes=(*notes.sentences(), *texts),
         tokenizer=None if renderer.tokenizer is None else str(renderer.tokenizer),
         form=renderer.form_in_words if renderer.counts.num_chats > num_chats else None,
-        picture_files=writer.picture_files,
+        image_files=writer.image_files,
     )
 
 
@@ -366,8 +366,8 @@ def _size(trajectory: Trajectory) -> int:
         assert trajectory.tokens is not None, "a trajectory has messages or tokens"
         return _RECORD_SIZE + int(trajectory.tokens.size)
     texts = sum(_num_characters(message) for message in trajectory.messages)
-    pictures = sum(len(one.source.content or b"") for message in trajectory.messages for one in message.pictures)
-    return _RECORD_SIZE + texts + pictures
+    images = sum(len(one.source.content or b"") for message in trajectory.messages for one in message.images)
+    return _RECORD_SIZE + texts + images
 
 
 def _num_characters(message: Message) -> int:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.picture import DIGEST_BYTES, OpenPicture, Picture, PictureSource, PlacedPicture, StoredPicture
+from treering.data.image import DIGEST_BYTES, ImageData, ImageSource, OpenImage, PlacedImage, StoredImage
 from treering.data.trajectory import RenderedTrajectory, TaskId
 from treering.types import TokenIds
 
@@ -30,25 +30,25 @@ FLAT = MappingProxyType(
         "turn_ends": np.dtype("<i4"),
         "logprobs": np.dtype("<f8"),
         "advantages": np.dtype("<f8"),
-        "picture_starts": np.dtype("<i4"),
-        "picture_numbers": np.dtype("<i4"),
+        "image_starts": np.dtype("<i4"),
+        "image_numbers": np.dtype("<i4"),
     }
 )
 """Flat arrays over all rows, each in a file of its name; rows without log-probs, advantages or images take no space."""
-CONTENTS = "picture_contents"
+CONTENTS = "image_contents"
 """Name of the file with the encoded bytes of all distinct images, uint8."""
-PICTURES_FILE = "pictures.npy"
+IMAGES_FILE = "images.npy"
 
 ROW = np.dtype(
     [
-        *((name, "<i8") for name in ("num_tokens", "num_turns", "num_pictures", "task", "index", "epoch", "step")),
+        *((name, "<i8") for name in ("num_tokens", "num_turns", "num_images", "task", "index", "epoch", "step")),
         *((name, "<i8") for name in ("num_prompt_tokens", "num_sampled", "largest_id")),
         *((name, "<f8") for name in ("reward", "advantage")),
         *((name, "?") for name in ("has_logprobs", "has_advantages")),
     ]
 )
 """Record of a row; -1 and NaN stand for None."""
-PICTURE = np.dtype(
+IMAGE = np.dtype(
     [
         ("size", "<i8", 2),
         ("grid", "<i8", 3),
@@ -73,7 +73,7 @@ class ArrayWriter:
         self._open = ExitStack()
         self._sizes = dict.fromkeys((*FLAT, CONTENTS), 0)
         self._rows = bytearray()
-        self._pictures = PictureWriter()
+        self._images = ImageWriter()
         self._tasks: dict[TaskId, int] = {}
 
     def __enter__(self) -> Self:
@@ -92,17 +92,17 @@ class ArrayWriter:
     def add(self, rows: Sequence[RenderedTrajectory]) -> None:
         """Append rows."""
         for one in rows:
-            numbers = [self._pictures.number_of(placed.picture, self._add_content) for placed in one.pictures]
-            starts = [placed.start for placed in one.pictures]
-            values = {"picture_starts": np.array(starts), "picture_numbers": np.array(numbers)}
+            numbers = [self._images.number_of(placed.image, self._add_content) for placed in one.images]
+            starts = [placed.start for placed in one.images]
+            values = {"image_starts": np.array(starts), "image_numbers": np.array(numbers)}
             for name in FLAT:
                 self._add(name, values[name] if name in values else getattr(one, name))
         self._rows += np.array([self._row(one) for one in rows], ROW).tobytes()
 
     @property
-    def picture_files(self) -> dict[str, str]:
+    def image_files(self) -> dict[str, str]:
         """SHA-256 of each local image file, by its name in the records."""
-        return self._pictures.files
+        return self._images.files
 
     def _add_content(self, content: bytes) -> None:
         self._add(CONTENTS, np.frombuffer(content, np.uint8))
@@ -118,7 +118,7 @@ class ArrayWriter:
         return (
             one.tokens.size,
             one.turn_ends.size,
-            len(one.pictures),
+            len(one.images),
             self._tasks.setdefault(one.task_id, len(self._tasks)),
             one.index,
             *(-1 if count is None else count for count in counts),
@@ -134,12 +134,12 @@ class ArrayWriter:
         for name, stream in self._streams.items():
             stream.seek(0)
             _write_header(stream, FLAT.get(name, np.dtype("u1")), self._sizes[name])
-        np.save(self._folder / PICTURES_FILE, self._pictures.records)
+        np.save(self._folder / IMAGES_FILE, self._images.records)
         np.save(self._folder / ROWS_FILE, np.frombuffer(self._rows, ROW))
         (self._folder / TASKS_FILE).write_text(json.dumps(list(self._tasks)), encoding="utf-8")
 
 
-class PictureWriter:
+class ImageWriter:
     """Numbers distinct images and writes each of them once."""
 
     def __init__(self) -> None:
@@ -149,24 +149,24 @@ class PictureWriter:
 
     @property
     def records(self) -> npt.NDArray[np.void]:
-        """[P] records of `PICTURE`."""
-        return np.array(self._records, PICTURE)
+        """[P] records of `IMAGE`."""
+        return np.array(self._records, IMAGE)
 
-    def number_of(self, picture: Picture, write: Callable[[bytes], None]) -> int:
+    def number_of(self, image: ImageData, write: Callable[[bytes], None]) -> int:
         """Return the number of an image; call `write` with the bytes of a new one."""
-        assert isinstance(picture, StoredPicture), "the images of a file are encoded"
-        source = picture.source
-        is_new, is_new_file = picture.digest not in self._numbers, source.file not in (None, *self.files)
+        assert isinstance(image, StoredImage), "the images of a file are encoded"
+        source = image.source
+        is_new, is_new_file = image.digest not in self._numbers, source.file not in (None, *self.files)
         content = source.read() if is_new or is_new_file else b""
         if source.file is not None and is_new_file:
             self.files[source.file] = hashlib.sha256(content).hexdigest()
         if is_new:
-            self._numbers[picture.digest] = len(self._records)
-            digest = np.frombuffer(picture.digest, np.uint8)
-            grid = picture.grid or (-1, -1, -1)
-            self._records.append((picture.size, grid, picture.num_tokens, len(content), digest))
+            self._numbers[image.digest] = len(self._records)
+            digest = np.frombuffer(image.digest, np.uint8)
+            grid = image.grid or (-1, -1, -1)
+            self._records.append((image.size, grid, image.num_tokens, len(content), digest))
             write(content)
-        return self._numbers[picture.digest]
+        return self._numbers[image.digest]
 
 
 class MappedArray:
@@ -214,7 +214,7 @@ class DatasetFacts:
     """How chats became text; see `Renderer.form_in_words`."""
     tokenizer: str | None
     """Folder of the tokenizer, as the caller named it."""
-    picture_files: Mapping[str, str] = field(default_factory=dict)
+    image_files: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of each local image file, by its name in the records."""
 
     def named(self, source: str, tokenizer: str | None) -> "DatasetFacts":
@@ -235,10 +235,10 @@ class TokenDataset:
     Example: rows of the tasks a, b, a have two tasks, and `task(0)` returns the first and the third row.
     """
 
-    def __init__(self, folder: Path, facts: DatasetFacts, open_picture: OpenPicture | None = None) -> None:
+    def __init__(self, folder: Path, facts: DatasetFacts, open_image: OpenImage | None = None) -> None:
         """Map the files that `ArrayWriter` wrote into a folder; afterwards they may be deleted.
 
-        `open_picture` computes the pixel values of images, see `StoredPicture`; None without images.
+        `open_image` computes the pixel values of images, see `StoredImage`; None without images.
         """
         self.facts = facts
         """Facts about the whole file."""
@@ -249,8 +249,8 @@ class TokenDataset:
         self._arrays = {name: MappedArray(folder / f"{name}.npy") for name in FLAT}
         rows = self.rows
         sizes = dict.fromkeys(FLAT, rows["num_tokens"]) | {"turn_ends": rows["num_turns"]}
-        sizes |= dict.fromkeys(("picture_starts", "picture_numbers"), rows["num_pictures"])
-        self.pictures = _pictures(folder, open_picture)
+        sizes |= dict.fromkeys(("image_starts", "image_numbers"), rows["num_images"])
+        self.images = _images(folder, open_image)
         """The P distinct images of all rows."""
         for name in ("logprobs", "advantages"):
             sizes[name] = np.where(rows[f"has_{name}"], rows["num_tokens"], 0)
@@ -281,16 +281,16 @@ class TokenDataset:
 
     @property
     def flat_keys(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Tokens with -(1 + n) at each token of the image `pictures[n]`, int32 [F], and offsets, int64 [R + 1].
+        """Tokens with -(1 + n) at each token of the image `images[n]`, int32 [F], and offsets, int64 [R + 1].
 
         Equal keys are equal inputs of the model. With images, the keys are a copy of `flat_tokens`.
         """
         tokens, offsets = self.flat_tokens
-        if not self.pictures:
+        if not self.images:
             return tokens, offsets
         keys = tokens.copy()
-        for row in np.flatnonzero(self.rows["num_pictures"]).tolist():
-            for number, placed in zip(self._part("picture_numbers", row), self.placed(row), strict=True):
+        for row in np.flatnonzero(self.rows["num_images"]).tolist():
+            for number, placed in zip(self._part("image_numbers", row), self.placed(row), strict=True):
                 keys[offsets[row] + placed.start : offsets[row] + placed.stop] = -1 - number
         return keys, offsets
 
@@ -332,7 +332,7 @@ class TokenDataset:
             digest = blake2b(self.tokens(row).tobytes(), digest_size=16)
             digest.update(self._part("loss_mask", row).tobytes())
             for placed in self.placed(row):
-                digest.update(placed.picture.digest)
+                digest.update(placed.image.digest)
             if (other := first.setdefault(digest.digest(), row)) != row:
                 found.append((row, other))
         return found
@@ -362,15 +362,15 @@ class TokenDataset:
             step=_counted(record["step"]),
             advantages=self._part("advantages", row) if record["has_advantages"] else None,
             logprobs=self._part("logprobs", row) if record["has_logprobs"] else None,
-            pictures=self.placed(row),
+            images=self.placed(row),
         )
 
-    def placed(self, row: int) -> tuple[PlacedPicture, ...]:
+    def placed(self, row: int) -> tuple[PlacedImage, ...]:
         """Return the images of a row, in order."""
-        if not self.rows["num_pictures"][row]:
+        if not self.rows["num_images"][row]:
             return ()
-        found = zip(self._part("picture_starts", row), self._part("picture_numbers", row), strict=True)
-        return tuple(PlacedPicture(start=int(start), picture=self.pictures[number]) for start, number in found)
+        found = zip(self._part("image_starts", row), self._part("image_numbers", row), strict=True)
+        return tuple(PlacedImage(start=int(start), image=self.images[number]) for start, number in found)
 
     def release(self) -> None:
         """Free the memory of all arrays; views stay valid and read the files again."""
@@ -388,16 +388,16 @@ class TokenDataset:
         return self._arrays[name].values[offsets[row] : offsets[row + 1]]
 
 
-def _pictures(folder: Path, open_picture: OpenPicture | None) -> tuple[StoredPicture, ...]:
-    records = np.load(folder / PICTURES_FILE)
+def _images(folder: Path, open_image: OpenImage | None) -> tuple[StoredImage, ...]:
+    records = np.load(folder / IMAGES_FILE)
     if not records.size:
         return ()
-    assert open_picture is not None, "messages with images have a tokenizer, and its folder the processor"
+    assert open_image is not None, "messages with images have a tokenizer, and its folder the processor"
     contents, ends = MappedArray(folder / f"{CONTENTS}.npy").values, np.cumsum(records["num_bytes"]).tolist()
     return tuple(
-        StoredPicture(
-            source=PictureSource(content=contents[start:stop].data, where=f"picture {number}"),
-            open_picture=open_picture,
+        StoredImage(
+            source=ImageSource(content=contents[start:stop].data, where=f"image {number}"),
+            open_image=open_image,
             size=(int(record["size"][0]), int(record["size"][1])),
             grid=None if record["grid"][0] < 0 else _triple(record["grid"]),
             num_tokens=int(record["num_tokens"]),

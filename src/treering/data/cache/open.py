@@ -23,13 +23,13 @@ from treering.data.cache.dataset import DatasetFacts, TokenDataset
 from treering.data.cache.folder import drafted, publish, remove
 from treering.data.formats.arrow import missing_parts
 from treering.data.formats.containers import source_files
-from treering.data.picture import OpenPicture, PictureSource
+from treering.data.image import ImageSource, OpenImage
 from treering.data.rendering.renderer import Renderer
 from treering.errors import DataWarning, InputError, StateError
 from treering.extras import versions_of
 from treering.files.writing import read_facts
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 """Version of the arrays and their files."""
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
@@ -227,7 +227,7 @@ def _kept(target: Path, file: Path, renderer: Renderer) -> TokenDataset | None:
     try:
         facts = read_facts(target)
         known = DatasetFacts(**facts)
-        if not _has_pictures(file, known.picture_files):
+        if not _has_images(file, known.image_files):
             remove(target)
             return None
         return TokenDataset(target, known, _opener(renderer))
@@ -236,18 +236,18 @@ def _kept(target: Path, file: Path, renderer: Renderer) -> TokenDataset | None:
         return None
 
 
-def _has_pictures(file: Path, digests: Mapping[str, str]) -> bool:
+def _has_images(file: Path, digests: Mapping[str, str]) -> bool:
     """Return whether local images are unchanged; the key covers only the data file."""
     folder = file if file.is_dir() else file.parent
     try:
-        sources = {name: PictureSource(folder=folder, file=name) for name in digests}
+        sources = {name: ImageSource(folder=folder, file=name) for name in digests}
         return all(hashlib.sha256(sources[name].read()).hexdigest() == digest for name, digest in digests.items())
     except InputError:
         # The build reports what is wrong with the image.
         return False
 
 
-def _opener(renderer: Renderer) -> OpenPicture | None:
+def _opener(renderer: Renderer) -> OpenImage | None:
     return None if renderer.tokenizer is None else renderer.processor.values
 
 

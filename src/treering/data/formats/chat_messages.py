@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from treering.data.formats.json_fields import array, filled, is_blank, parsed, show, text_field
-from treering.data.formats.record_pictures import PICTURE_PART
-from treering.data.picture import MessagePicture, PictureSource
+from treering.data.formats.record_images import IMAGE_PART
+from treering.data.image import ImageSource, MessageImage
 from treering.data.trajectory import Message, ToolCall, valid_text
 from treering.errors import InputError
 
@@ -234,7 +234,7 @@ class Content:
     """Fields of a message that the parts of its content give."""
 
     text: str | None = None
-    pictures: list[MessagePicture] = field(default_factory=list)
+    images: list[MessageImage] = field(default_factory=list)
     reasoning: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     results: list[ToolResult] = field(default_factory=list)
@@ -271,7 +271,7 @@ def _add(content: Content, part: object, where: str) -> None:
     add = _KINDS.get(kind) if isinstance(kind, str) else None
     if add is None:
         raise InputError(
-            f"{where} is a part of type {show(kind)}, and Treering trains on text, and on pictures in the formats "
+            f"{where} is a part of type {show(kind)}, and Treering trains on text, and on images in the formats "
             f"treering, chat and trl: {', '.join(_KINDS)}; remove the part or the trajectory"
         )
     add(content, part, where)
@@ -284,14 +284,14 @@ def _add_text(content: Content, part: Mapping[str, Any], where: str) -> None:
     content.text = (content.text or "") + text
 
 
-def _add_picture(content: Content, part: Mapping[str, Any], where: str) -> None:
-    source = part.get(PICTURE_PART)
-    if not isinstance(source, PictureSource):
-        raise InputError(f'{where} is a picture as {{"type": "image_url", ...}}, got {show(part)}; write it so')
+def _add_image(content: Content, part: Mapping[str, Any], where: str) -> None:
+    source = part.get(IMAGE_PART)
+    if not isinstance(source, ImageSource):
+        raise InputError(f'{where} is an image as {{"type": "image_url", ...}}, got {show(part)}; write it so')
     if content.tool_calls:
-        raise InputError(f"{where} is a picture after a tool call, and a message has its calls last; split the message")
+        raise InputError(f"{where} is an image after a tool call, and a message has its calls last; split the message")
     content.text = content.text or ""
-    content.pictures.append(MessagePicture(at=len(content.text), source=source))
+    content.images.append(MessageImage(at=len(content.text), source=source))
 
 
 def _add_reasoning(content: Content, part: Mapping[str, Any], where: str) -> None:
@@ -313,11 +313,11 @@ def _add_call(content: Content, part: Mapping[str, Any], where: str) -> None:
 
 def _add_result(content: Content, part: Mapping[str, Any], where: str) -> None:
     inner = decode_content(part.get("content"), f"{where}.content")
-    if content.text or content.pictures:
+    if content.text or content.images:
         raise InputError(
             f"{where} is a tool's result after text, and a message has its results first; split the message"
         )
-    if inner.reasoning or inner.tool_calls or inner.results or inner.pictures:
+    if inner.reasoning or inner.tool_calls or inner.results or inner.images:
         raise InputError(f"{where} is a tool's result and holds text only, got {show(part)}; remove the other parts")
     content.results.append(
         ToolResult(content=inner.text or "", tool_call_id=text_field(part, "tool_use_id", f"{where}.tool_use_id"))
@@ -336,7 +336,7 @@ _Adder = Callable[[Content, Mapping[str, Any], str], None]
 _KINDS: Mapping[str, _Adder] = {
     **dict.fromkeys(("text", "input_text", "output_text", "refusal"), _add_text),
     **dict.fromkeys(("reasoning", "thinking", "reasoning_text", "summary_text"), _add_reasoning),
-    PICTURE_PART: _add_picture,
+    IMAGE_PART: _add_image,
     "tool_use": _add_call,
     "tool_result": _add_result,
 }
@@ -373,8 +373,8 @@ ABOUT_TRAINING = ("train", "loss", "mask", "learn", "ignore", "skip", "supervise
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 UNREADABLE = MappingProxyType(
     {
-        **dict.fromkeys(("images", "image"), 'a picture is a part of the content, such as {"type": "image_url", ...}'),
-        **dict.fromkeys(("videos", "video", "audio", "audios"), "Treering trains on text and pictures"),
+        **dict.fromkeys(("images", "image"), 'an image is a part of the content, such as {"type": "image_url", ...}'),
+        **dict.fromkeys(("videos", "video", "audio", "audios"), "Treering trains on text and images"),
         **dict.fromkeys(("training_detail", "train_detail"), "a message is trained whole or not at all"),
         **dict.fromkeys(("mask", "masked", "prefix", "partial"), "its meaning differs between tools"),
         "reasoning_details": "the thought is read from reasoning_content",
@@ -445,7 +445,7 @@ def _decode(record: object, where: str) -> Iterator[Message]:
         yield Message(role="tool", content=result.content, tool_call_id=result.tool_call_id)
     calls = (*content.tool_calls, *_calls(record, where))
     text = content.text if content.text is not None else text_field(record, "refusal", f"{where}.refusal")
-    if content.results and not (text or calls or content.pictures):
+    if content.results and not (text or calls or content.images):
         return
     reasoning = _reasoning(record, content, where)
     if reasoning and role != "assistant":
@@ -453,7 +453,7 @@ def _decode(record: object, where: str) -> Iterator[Message]:
     yield Message(
         role=role,
         content=text,
-        pictures=tuple(content.pictures),
+        images=tuple(content.images),
         reasoning=reasoning,
         tool_calls=calls,
         name=text_field(record, "name", f"{where}.name"),

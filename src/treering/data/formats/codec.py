@@ -20,7 +20,7 @@ from treering.data.formats.json_fields import (
     show,
     text_field,
 )
-from treering.data.picture import MessagePicture
+from treering.data.image import MessageImage
 from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory, decode_episode, encode_episode
 from treering.errors import InputError
 from treering.types import LossMask, TokenIds
@@ -30,12 +30,12 @@ UNREADABLE = MappingProxyType(
     {
         **dict.fromkeys(
             ("images", "image"),
-            'pictures stand beside messages with a part {"type": "image"} for each, in formats treering, chat and trl; '
+            'images stand beside messages with a part {"type": "image"} for each, in formats treering, chat and trl; '
             "write them so, or remove the key if the text stands by itself",
         ),
         **dict.fromkeys(
             ("videos", "video", "audio", "audios"),
-            "Treering trains on text and pictures; keep trajectories without it, or remove the key if the text stands "
+            "Treering trains on text and images; keep trajectories without it, or remove the key if the text stands "
             "by itself",
         ),
         "label": "a label of good or bad is for KTO, which Treering lacks; keep the good ones and remove the key",
@@ -171,14 +171,14 @@ def first_prompt_id(messages: tuple[Message, ...] | None, tokens: TokenIds | Non
         return _digest(tokens[: num_prompt or None].astype("<i4").tobytes())
     roles = [message.role for message in messages]
     prompt = messages[: roles.index("assistant")] if "assistant" in roles else messages
-    pictures = b"".join(_picture_digest(one) for message in prompt for one in message.pictures)
-    return _digest(json.dumps([(message.role, message.content) for message in prompt]).encode() + pictures)
+    images = b"".join(_image_digest(one) for message in prompt for one in message.images)
+    return _digest(json.dumps([(message.role, message.content) for message in prompt]).encode() + images)
 
 
-def _picture_digest(picture: MessagePicture) -> bytes:
+def _image_digest(image: MessageImage) -> bytes:
     # Equal questions about two images are two tasks.
-    content = picture.source.read()
-    return picture.at.to_bytes(8, "little") + hashlib.blake2b(content, digest_size=16).digest()
+    content = image.source.read()
+    return image.at.to_bytes(8, "little") + hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _digest(content: bytes) -> str:
@@ -193,8 +193,8 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
 
     Example: a trajectory of task 3 with tokens 5 and 6 becomes `{"task_id": 3, "format": "chat", "tokens": [5, 6]}`.
     """
-    if trajectory.pictures or any(message.pictures for message in trajectory.messages or ()):
-        raise InputError("a trajectory with pictures is not written to a file; keep the file that it was read from")
+    if trajectory.images or any(message.images for message in trajectory.messages or ()):
+        raise InputError("a trajectory with images is not written to a file; keep the file that it was read from")
     record: dict[str, Any] = {"task_id": trajectory.task_id, "format": trajectory.format}
     for key in SCALARS:
         record[key] = getattr(trajectory, key)

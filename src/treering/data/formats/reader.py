@@ -16,7 +16,7 @@ from treering.data.formats.chat_messages import ROLES
 from treering.data.formats.containers import read_records
 from treering.data.formats.json_fields import is_blank, placed, show
 from treering.data.formats.record_format import Note
-from treering.data.formats.record_pictures import with_pictures
+from treering.data.formats.record_images import with_images
 from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError, plural
 
@@ -372,8 +372,8 @@ class RecordReader:
 
     def _decode(self, record: Mapping[str, Any], name: FormatName, note: Note, where: str) -> list[Trajectory]:
         known = FORMATS[name]
-        if known.has_pictures:
-            record = with_pictures(record, self._folder, where, note)
+        if known.has_images:
+            record = with_images(record, self._folder, where, note)
         found = known.decode(record, note)
         if known.has_traces(record):
             return found

@@ -64,8 +64,8 @@ class RecordFormat:
     """Groups of keys; a record has all keys of at least one group. Errors name the first group."""
     signs: tuple[tuple[int, Sign], ...]
     """Rules that recognise a record, each with a rank. If rules of several formats hold, the lowest rank wins."""
-    has_pictures: bool = False
-    """Whether images in messages are read; see `record_pictures.with_pictures`."""
+    has_images: bool = False
+    """Whether images in messages are read; see `record_images.with_images`."""
     has_traces: Callable[[Mapping[str, Any]], bool] = _never
     """Whether a record holds traces, which have other keys and their own marks of failed and truncated runs."""
 

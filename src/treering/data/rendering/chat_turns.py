@@ -270,7 +270,7 @@ def _check_marks(chat: RenderedChat, indices: Sequence[int], *, is_open: bool) -
     messages = chat.messages[: chat.num_seen if is_open else max(indices, default=-1) + 1]
     marks = {index: f"mark-{index}-{len(messages)}-kram" for index in indices if messages[index].content}
     marked = [
-        replace(message, content=marks[i], pictures=()) if i in marks else message for i, message in enumerate(messages)
+        replace(message, content=marks[i], images=()) if i in marks else message for i, message in enumerate(messages)
     ]
     if not marks:
         return

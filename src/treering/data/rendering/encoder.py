@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.picture import PlacedPicture
+from treering.data.image import PlacedImage
 from treering.data.trajectory import Message, ToolCall
 from treering.errors import ConfigError, InputError
 from treering.extras import require
@@ -178,7 +178,7 @@ class EncodedScript:
     tokens: TokenIds
     loss_mask: LossMask
     turn_ends: npt.NDArray[np.int32]
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"
@@ -393,13 +393,13 @@ def open_tokenizer(folder: Path) -> "Tokenizer":
     return tokenizer
 
 
-def begun(tokens: TokenIds, begin: TokenIds) -> TokenIds:
+def with_begin(tokens: TokenIds, begin: TokenIds) -> TokenIds:
     """Prepend the begin tokens of a tokenizer unless the tokens begin with them.
 
     Example: with the begin `[1]`, `[5, 6]` and `[1, 5, 6]` both become `[1, 5, 6]`.
     """
-    has_begun = not begin.size or np.array_equal(tokens[: begin.size], begin)
-    return tokens if has_begun else np.concatenate([begin, tokens])
+    has_started = not begin.size or np.array_equal(tokens[: begin.size], begin)
+    return tokens if has_started else np.concatenate([begin, tokens])
 
 
 def begin_of(tokenizer: "Tokenizer") -> TokenIds:

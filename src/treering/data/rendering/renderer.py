@@ -25,20 +25,20 @@ from treering.data.rendering.encoder import (
     EncodedScript,
     Encoder,
     Script,
-    begun,
     join_encoded,
     message_script,
     raw_script,
     turn_opening,
+    with_begin,
 )
-from treering.data.rendering.picture_processor import (
-    PictureProcessor,
+from treering.data.rendering.image_processor import (
+    ImageProcessor,
     Placeholder,
-    check_pictures,
+    check_images,
     expanded_script,
-    num_pictures,
-    takes_pictures,
-    with_picture_tokens,
+    num_images,
+    takes_images,
+    with_image_tokens,
 )
 from treering.data.rendering.template import (
     PLAIN_TEMPLATE,
@@ -52,7 +52,7 @@ from treering.data.trajectory import RAW_FORMAT, Message, RenderedTrajectory, To
 from treering.errors import ConfigError, DataWarning, InputError, plural
 from treering.types import TokenIds
 
-_ABOUT_PICTURES = re.compile("image|img|picture|pixel|vision|video|audio|sound|speech", re.IGNORECASE)
+_ABOUT_IMAGES = re.compile("image|img|picture|pixel|vision|video|audio|sound|speech", re.IGNORECASE)
 _ABOUT_OTHERS = re.compile("video|audio|sound|speech", re.IGNORECASE)
 Template: TypeAlias = Literal["auto", "plain", "hf"]
 """The chat form: "hf" is the tokenizer's template, "plain" is ChatML. "auto" is "hf" if there is a template, else
@@ -142,9 +142,9 @@ class Renderer:
         encoded = self._encoder.encode([scripts for _, scripts in sequences]) if sequences else []
         of_messages: dict[int, list[EncodedScript]] = {}
         for (i, _), sequence in zip(sequences, encoded, strict=True):
-            begun = self._begun(sequence) if self._template_of(trajectories[i]) is None else sequence
+            whole = self._with_begin(sequence) if self._template_of(trajectories[i]) is None else sequence
             with placed(trajectories[i].where):
-                of_messages.setdefault(i, []).append(self._with_pictures(trajectories[i], begun))
+                of_messages.setdefault(i, []).append(self._with_images(trajectories[i], whole))
         self._count_contents([trajectories[i] for i in written])
         found: list[RenderedTrajectory] = []
         for i, trajectory in enumerate(trajectories):
@@ -216,7 +216,7 @@ class Renderer:
             self._check_template(messages)
         self._count_contents([trajectory])
         encoded = self._encoder.encode([scripts])[0]
-        found = self._with_pictures(trajectory, self._begun(encoded) if template is None else encoded)
+        found = self._with_images(trajectory, self._with_begin(encoded) if template is None else encoded)
         self._check_placeholders(found)
         return found
 
@@ -316,13 +316,13 @@ class Renderer:
         return (f"{what} end with {self._end_of_text}, which is trained, as TRL adds it",)
 
     @cached_property
-    def processor(self) -> PictureProcessor:
+    def processor(self) -> ImageProcessor:
         """Image processor of the model, in the folder of the tokenizer.
 
         Raises:
             InputError: there is no tokenizer.
         """
-        return PictureProcessor(self._checked_folder)
+        return ImageProcessor(self._checked_folder)
 
     @property
     def _checked_folder(self) -> Path:
@@ -384,31 +384,31 @@ class Renderer:
 
     def _placeholder(self, chat: RenderedChat) -> Placeholder | None:
         """Check the images of a chat and return their placeholder; None without images."""
-        if not num_pictures(chat.messages):
+        if not num_images(chat.messages):
             return None
         placeholder = self.processor.placeholder
-        check_pictures(chat, placeholder.written)
+        check_images(chat, placeholder.written)
         return placeholder
 
     def _check_template(self, messages: Sequence[Message]) -> None:
-        if num_pictures(messages):
+        if num_images(messages):
             raise InputError(
-                "pictures need the chat template of the model, and the plain form has none; use the tokenizer of the "
+                "images need the chat template of the model, and the plain form has none; use the tokenizer of the "
                 "model"
             )
 
-    def _with_pictures(self, trajectory: Trajectory, encoded: EncodedScript) -> EncodedScript:
+    def _with_images(self, trajectory: Trajectory, encoded: EncodedScript) -> EncodedScript:
         """Return the sequence with the tokens of its images."""
-        sources = [one.source for message in trajectory.messages or () for one in message.pictures]
+        sources = [one.source for message in trajectory.messages or () for one in message.images]
         if not sources:
             return encoded
         token = self._encoder.id_of(self.processor.placeholder.token)
         if token is None:
             raise ConfigError(
-                f"pictures stand at the token {self.processor.placeholder.token}, which {self.tokenizer} lacks; give "
+                f"images stand at the token {self.processor.placeholder.token}, which {self.tokenizer} lacks; give "
                 "the tokenizer of the model"
             )
-        return with_picture_tokens(encoded, [self.processor.picture(source) for source in sources], token)
+        return with_image_tokens(encoded, [self.processor.image(source) for source in sources], token)
 
     @cached_property
     def _placeholders(self) -> tuple[TokenIds, TokenIds]:
@@ -416,9 +416,9 @@ class Renderer:
 
         Both are empty for a text model, for which these tokens have no meaning.
         """
-        if self.tokenizer is None or not takes_pictures(self.tokenizer):
+        if self.tokenizer is None or not takes_images(self.tokenizer):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        ids = (self._encoder.special_ids(pattern) for pattern in (_ABOUT_PICTURES, _ABOUT_OTHERS))
+        ids = (self._encoder.special_ids(pattern) for pattern in (_ABOUT_IMAGES, _ABOUT_OTHERS))
         every, others = (np.array(found, np.int32) for found in ids)
         return every, others
 
@@ -428,7 +428,7 @@ class Renderer:
         if not every.size:
             return
         # The template writes tokens around each image.
-        found = encoded.tokens[np.isin(encoded.tokens, others if encoded.pictures else every)]
+        found = encoded.tokens[np.isin(encoded.tokens, others if encoded.images else every)]
         if found.size:
             text = self._encoder.text_of(int(found[0]))
             raise InputError(
@@ -436,10 +436,10 @@ class Renderer:
                 'the text, or give the image as a part {"type": "image", ...}'
             )
 
-    def _begun(self, encoded: EncodedScript) -> EncodedScript:
+    def _with_begin(self, encoded: EncodedScript) -> EncodedScript:
         """Prepend the tokenizer's begin tokens, which chat templates write themselves."""
         begin = self._encoder.begin
-        if not encoded.tokens.size or begun(encoded.tokens, begin) is encoded.tokens:
+        if not encoded.tokens.size or with_begin(encoded.tokens, begin) is encoded.tokens:
             return encoded
         no_turn = np.zeros(0, np.int32)
         return join_encoded(
@@ -476,7 +476,7 @@ def given(trajectory: Trajectory) -> EncodedScript:
         mask = np.ones(tokens.size, dtype=np.bool_)
     # Without messages, a turn is a maximal run of trained tokens.
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1
-    return EncodedScript(tokens=tokens, loss_mask=mask, turn_ends=ends.astype(np.int32), pictures=trajectory.pictures)
+    return EncodedScript(tokens=tokens, loss_mask=mask, turn_ends=ends.astype(np.int32), images=trajectory.images)
 
 
 def rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> RenderedTrajectory:
@@ -501,14 +501,14 @@ def rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> Rend
         step=trajectory.step,
         advantages=trajectory.advantages,
         logprobs=trajectory.logprobs,
-        pictures=encoded.pictures,
+        images=encoded.images,
     )
 
 
 def _check_text_alone(messages: Sequence[Message]) -> None:
-    if num_pictures(messages):
+    if num_images(messages):
         raise InputError(
-            "a prompt that is sampled from is text, and this one has pictures; sample it by an engine that sees"
+            "a prompt that is sampled from is text, and this one has images; sample it by an engine that sees"
         )
 
 

@@ -335,8 +335,8 @@ class ChatTemplate:
 
     def _record(self, message: Message, form: _Form) -> dict[str, Any]:
         record = _record(message, form)
-        if message.pictures:
-            return record | {"content": _parts_with_pictures(message)}
+        if message.images:
+            return record | {"content": _parts_with_images(message)}
         if message.reasoning and self._takes_thinking_parts:
             return record | {
                 "content": [{"type": "thinking", "thinking": message.reasoning}, *_parts(record["content"])]
@@ -392,7 +392,7 @@ def _parts(content: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}] if content else []
 
 
-def _parts_with_pictures(message: Message) -> list[dict[str, str]]:
+def _parts_with_images(message: Message) -> list[dict[str, str]]:
     first, *rest = (_parts(text) for text in message.stretches)
     return [*first, *(part for parts in rest for part in ({"type": "image"}, *parts))]
 

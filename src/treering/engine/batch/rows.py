@@ -150,7 +150,7 @@ class Table:
         wander through the arena instead of staying in the processor's cache.
         """
         self.keeps_rollouts |= request.so_far is not None or request.call is not None
-        self.prefixes.register(self.keys.of(request), request.pictures)
+        self.prefixes.register(self.keys.of(request), request.images)
 
     def add(self, request: Request) -> bool:
         """Give a registered request a row and key-value slots; return False if there is no space yet."""

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from treering.arrays import Int64Array
-from treering.data.picture import Picture, PlacedPicture
+from treering.data.image import ImageData, PlacedImage
 from treering.engine.batch.rows import Table
 from treering.engine.kv_cache import Prefix
-from treering.model.pictures import VisionPart
+from treering.model.images import VisionPart
 from treering.model.tree_model import TreeModel
 from treering.tree.forest import Forest
-from treering.tree.picture_tokens import rotary_positions
+from treering.tree.image_tokens import rotary_positions
 from treering.types import TokenIds
 
 PER_TOKEN = (
@@ -32,7 +32,7 @@ PER_TOKEN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PictureInputs:
+class ImageInputs:
     """Changes that images make to a pass.
 
     Example: an image of 2 x 3 tokens is prefilled from index 4 of the pass on: `at` is 4 to 9.
@@ -48,7 +48,7 @@ class PictureInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
-    """Tokens of one pass; int64 [T] each, except `wanted` and `pictures`.
+    """Tokens of one pass; int64 [T] each, except `wanted` and `images`.
 
     Every layer writes the keys and values of all tokens before any token reads.
 
@@ -61,7 +61,7 @@ class TokenBatch:
     tokens: Int64Array
     """Token ids."""
     positions: Int64Array
-    """Absolute positions, used for RoPE unless `pictures` has others."""
+    """Absolute positions, used for RoPE unless `images` has others."""
     slots: Int64Array
     """Slot for the token's key and value."""
     prefix_start: Int64Array
@@ -78,7 +78,7 @@ class TokenBatch:
     """Unsigned mask: bit j of 64 makes slot tree_start + j visible, each at most once; 0 outside of trees."""
     wanted: Int64Array
     """[W] ascending indices of the tokens whose logits are needed."""
-    pictures: PictureInputs | None = None
+    images: ImageInputs | None = None
     """None if no row and no chunk has an image."""
 
     @property
@@ -178,12 +178,12 @@ class VisionSnapshot:
         self._held: OrderedDict[bytes, list[Tensor]] = OrderedDict()
 
     @torch.inference_mode()
-    def features(self, picture: Picture) -> list[Tensor]:
+    def features(self, image: ImageData) -> list[Tensor]:
         """Return an image's features, [M, C], then those of deeper layers."""
-        levels = self._held.get(picture.digest)
+        levels = self._held.get(image.digest)
         if levels is None:
-            levels = self._held[picture.digest] = self._part.features([picture])
-        self._held.move_to_end(picture.digest)
+            levels = self._held[image.digest] = self._part.features([image])
+        self._held.move_to_end(image.digest)
         while len(self._held) > 1 and sum(one[0].shape[0] for one in self._held.values()) > self._max_tokens:
             self._held.popitem(last=False)
         return levels
@@ -205,9 +205,7 @@ class VisionSnapshot:
         return ((own, sources[name]) for name, own in [*model.named_parameters(), *model.named_buffers()])
 
 
-def with_pictures(
-    batch: TokenBatch, chunks: Sequence[PrefillChunk], table: Table, vision: VisionSnapshot
-) -> TokenBatch:
+def with_images(batch: TokenBatch, chunks: Sequence[PrefillChunk], table: Table, vision: VisionSnapshot) -> TokenBatch:
     """Add the features of the chunks' images and the rotary positions, which images shorten.
 
     Returns the same batch if no row and no chunk has an image.
@@ -220,44 +218,44 @@ def with_pictures(
 
     Example: a token after an image of 2 x 3 tokens that starts at position 1 has depth 7 and rotary position 4.
     """
-    if not any(request.pictures for request in table.requests) and not any(chunk.prefix.pictures for chunk in chunks):
+    if not any(request.images for request in table.requests) and not any(chunk.prefix.images for chunk in chunks):
         return batch
     rotary = np.tile(batch.positions - _shortened(batch, table), (3, 1))
     at, features = [np.zeros(0, np.int64)], []
     first = batch.num_tokens - sum(chunk.num_tokens for chunk in chunks)
     for chunk in chunks:
         rotary[:, first : first + chunk.num_tokens] = _positions(chunk)
-        for placed in chunk.prefix.pictures:
+        for placed in chunk.prefix.images:
             start, stop = (min(max(end - chunk.first, 0), chunk.num_tokens) for end in (placed.start, placed.stop))
             if start == stop:
                 continue
             rows = slice(start + chunk.first - placed.start, stop + chunk.first - placed.start)
             at.append(np.arange(first + start, first + stop))
-            features.append([level[rows] for level in vision.features(placed.picture)])
+            features.append([level[rows] for level in vision.features(placed.image)])
         first += chunk.num_tokens
     levels = tuple(torch.cat(parts) for parts in zip(*features, strict=True))
-    return replace(batch, pictures=PictureInputs(rotary=rotary, at=np.concatenate(at), levels=levels))
+    return replace(batch, images=ImageInputs(rotary=rotary, at=np.concatenate(at), levels=levels))
 
 
 def _shortened(batch: TokenBatch, table: Table) -> Int64Array:
     """Return how many positions the images of each token's row save, int64 [T]; 0 for the tokens of chunks."""
     saved = np.zeros(batch.num_tokens, np.int64)
     for row, request in enumerate(table.requests):
-        if request.pictures:
+        if request.images:
             # No other row and no prefix has this span.
-            saved[batch.own_start == table.columns.own_start[row]] = _saved(request.pictures)
+            saved[batch.own_start == table.columns.own_start[row]] = _saved(request.images)
     return saved
 
 
-def _saved(pictures: Sequence[PlacedPicture]) -> int:
-    return sum(one.picture.num_tokens - one.picture.num_positions for one in pictures)
+def _saved(images: Sequence[PlacedImage]) -> int:
+    return sum(one.image.num_tokens - one.image.num_positions for one in images)
 
 
 def _positions(chunk: PrefillChunk) -> Int64Array:
     """Return the rotary positions of a chunk's tokens, [3, tokens] or [tokens]."""
     last = chunk.first + chunk.num_tokens
     prefix: Prefix = chunk.prefix
-    if not prefix.pictures:
+    if not prefix.images:
         return np.arange(chunk.first, last)
-    forest = Forest.from_sequences([np.maximum(prefix.tokens, 0)], pictures=[prefix.pictures])
+    forest = Forest.from_sequences([np.maximum(prefix.tokens, 0)], images=[prefix.images])
     return np.asarray(rotary_positions(forest), np.int64)[..., chunk.first : last]

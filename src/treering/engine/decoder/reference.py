@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from treering.arrays import Int64Array
-from treering.engine.batch.token_batch import PictureInputs, TokenBatch
+from treering.engine.batch.token_batch import ImageInputs, TokenBatch
 from treering.engine.decoder.weights import DecoderWeights, LayerWeights
 
 
@@ -72,10 +72,10 @@ class TorchDecoder(Decoder):
             for array in (batch.slots, batch.positions, batch.tokens, batch.wanted)
         )
         views, visible = (torch.from_numpy(array).to(weights.device) for array in _views(batch))
-        pictures = batch.pictures
-        at = None if pictures is None else torch.from_numpy(pictures.at).to(weights.device)
-        levels = () if pictures is None else pictures.levels
-        rotation = self._rotation(positions, pictures)
+        images = batch.images
+        at = None if images is None else torch.from_numpy(images.at).to(weights.device)
+        levels = () if images is None else images.levels
+        rotation = self._rotation(positions, images)
         x = weights.embedding[tokens]
         if levels:
             x[at] = levels[0].to(x.dtype)
@@ -98,13 +98,13 @@ class TorchDecoder(Decoder):
         for arena in (self._keys, self._values):
             arena[:, target] = arena[:, source]
 
-    def _rotation(self, positions: Tensor, pictures: PictureInputs | None) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Tensor, images: ImageInputs | None) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, [T, 1, D] each."""
         weights = self._weights
-        if pictures is None:
+        if images is None:
             return weights.cos[positions][:, None], weights.sin[positions][:, None]
         # Each entry of a head rotates by the position along its axis.
-        rotary = torch.from_numpy(pictures.rotary).to(weights.device)[weights.axes].T
+        rotary = torch.from_numpy(images.rotary).to(weights.device)[weights.axes].T
         return weights.cos.gather(0, rotary)[:, None], weights.sin.gather(0, rotary)[:, None]
 
     def _project(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -171,8 +171,8 @@ def _tasks(trainer: Any, overrides: Overrides, *, is_on: bool) -> Batching:
             f"group_batches=True orders rows by task, which conflicts with train_sampling_strategy={strategy!r}; "
             "remove one of them"
         )
-    has_pictures = not IMAGE_COLUMNS.isdisjoint(dataset.column_names)
-    sequences = keys_of_pictures(dataset) if has_pictures else sequences_of(dataset)
+    has_images = not IMAGE_COLUMNS.isdisjoint(dataset.column_names)
+    sequences = keys_of_images(dataset) if has_images else sequences_of(dataset)
     if sequences is None:
         raise ConfigError(
             f"group_batches=True needs a column input_ids or prompt_ids, but the dataset has {dataset.column_names}; "
@@ -185,7 +185,7 @@ def _tasks(trainer: Any, overrides: Overrides, *, is_on: bool) -> Batching:
         sequences, args.per_device_train_batch_size, seed, lambda: int((trainer.state.epoch or 0) + 1e-6)
     )
     overrides.replace("_get_train_sampler", lambda original, *given: sampler)
-    if has_pictures:
+    if has_images:
         words = (
             "rows with the same images stand together, so a step sees other rows (group_batches=False keeps its own)"
         )
@@ -222,7 +222,7 @@ def regroup(batches: list[MicroBatch]) -> list[MicroBatch]:
     batches = [split_pixel_values_by_grid(batch) for batch in batches]
     joined = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
     prompts = torch.cat([joined["prompt_mask"], joined["prompt_ids"]], dim=1).cpu().numpy()
-    order = group_order(np.concatenate([prompts, _picture_keys(joined.get("pixel_values"), len(prompts))], axis=1))
+    order = group_order(np.concatenate([prompts, _image_keys(joined.get("pixel_values"), len(prompts))], axis=1))
     num_rows = len(order) // len(batches)
     regrouped = (
         {name: _taken(value, order[start : start + num_rows], len(order)) for name, value in joined.items()}
@@ -243,7 +243,7 @@ def group_order(prompts: NDArray[Any]) -> NDArray[np.intp]:
     return np.argsort(first[group.reshape(-1)], kind="stable")
 
 
-def _picture_keys(pixels: list[Tensor] | None, num_rows: int) -> NDArray[np.int64]:
+def _image_keys(pixels: list[Tensor] | None, num_rows: int) -> NDArray[np.int64]:
     """Return int64 [rows, 2], equal for rows with equal images; [rows, 0] without images."""
     if pixels is None:
         return np.empty((num_rows, 0), np.int64)
@@ -291,7 +291,7 @@ def sequences_of(dataset: Any) -> list[list[int]] | None:
     return [[*prompt, *answer] for prompt, answer in zip(prompts, answers or [[]] * len(prompts), strict=True)]
 
 
-def keys_of_pictures(dataset: Any) -> list[NDArray[np.uint8]]:
+def keys_of_images(dataset: Any) -> list[NDArray[np.uint8]]:
     """Return a sort key for each row: 16 bytes per image, in order, then its text.
 
     Rows with the same images sort together, and among them rows whose text begins alike. Images are compared by their
@@ -308,12 +308,12 @@ def keys_of_pictures(dataset: Any) -> list[NDArray[np.uint8]]:
 
 
 def _key(row: Mapping[str, Any]) -> NDArray[np.uint8]:
-    digests = (blake2b(picture, digest_size=16).digest() for picture in _pictures(row))
+    digests = (blake2b(image, digest_size=16).digest() for image in _images(row))
     text = json.dumps([row[name] for name in _TEXT_COLUMNS if name in row], default=repr)
     return np.frombuffer(b"".join(digests) + text.encode(), np.uint8)
 
 
-def _pictures(row: Mapping[str, Any]) -> Iterator[bytes]:
+def _images(row: Mapping[str, Any]) -> Iterator[bytes]:
     """Yield what identifies each image of a row: its bytes, or its stand-in, such as a path."""
     for one in [row.get("image"), *(row.get("images") or ())]:
         if one is not None:

@@ -17,7 +17,7 @@ ROLLOUT_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 TRAINERS = (*ROLLOUT_TRAINERS, "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
 """TRL trainers, including subclasses, whose padded batches run on trees."""
 
-PICTURE_TRAINERS = (*ROLLOUT_TRAINERS, "SFTTrainer", "DPOTrainer", "KTOTrainer")
+IMAGE_TRAINERS = (*ROLLOUT_TRAINERS, "SFTTrainer", "DPOTrainer", "KTOTrainer")
 """The `TRAINERS` that are exact with image models."""
 
 _LIGER_FAMILIES = (*(family.model_type for family in FAMILIES.values() if family.liger_activation), "gpt_oss")
@@ -75,14 +75,14 @@ def check_trainer(trainer: Any) -> None:
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         raise UnsupportedError(f"{name} splits sequences or layers by a parallelism_config; remove it, or use DDP")
     if getattr(trainer, "_is_vlm", False):
-        _check_pictures(trainer)
+        _check_images(trainer)
 
 
-def _check_pictures(trainer: Any) -> None:
+def _check_images(trainer: Any) -> None:
     name, kind = type(trainer).__name__, kind_of(trainer)
-    if kind not in PICTURE_TRAINERS:
+    if kind not in IMAGE_TRAINERS:
         raise UnsupportedError(
-            f"{name} takes images, which are tested on trees in {', '.join(PICTURE_TRAINERS)}; pass a text model's "
+            f"{name} takes images, which are tested on trees in {', '.join(IMAGE_TRAINERS)}; pass a text model's "
             "tokenizer as processing_class, or train without share_prefixes"
         )
     if _zero_stage(trainer):

@@ -22,7 +22,7 @@ from treering.integrations.trl.trl_trainers import steps_in_backward
 from treering.model.context import working_dtype
 from treering.model.patch import TreePatch
 from treering.model.tree_model import unwrap
-from treering.ranks.group import check_pictures_together
+from treering.ranks.group import check_images_together
 from treering.ranks.units import reducing, units_of
 
 TIMES_YARDSTICK = 16.0
@@ -87,7 +87,7 @@ class FirstMicroBatch:
         units = units_of(model)
         if units and getattr(self._trainer, "_is_vlm", False):
             # Check first: the stock path would wait forever.
-            check_pictures_together(has_pictures=inputs.get("pixel_values") is not None)
+            check_images_together(has_images=inputs.get("pixel_values") is not None)
         with ExitStack() as stack:
             stack.enter_context(reducing(units))
             with self._flat():

@@ -22,7 +22,7 @@ from treering.data.cache.open import code_digest, open_built, unchanged
 from treering.data.formats.codec import CONTEXT_KEYS, decode
 from treering.data.formats.containers import read_records
 from treering.data.formats.json_fields import is_blank, placed
-from treering.data.formats.record_pictures import BEFORE_TEXT, with_pictures
+from treering.data.formats.record_images import BEFORE_TEXT, with_images
 from treering.data.rendering.renderer import Renderer
 from treering.data.trajectory import Message, RenderedTrajectory, Trajectory, valid_text
 from treering.engine.protocol import Rollout
@@ -83,7 +83,7 @@ class PromptLine:
         messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
         fields = {name: self.record.get(name) for name in _PROMPT_KEYS}
         notes: list[str] = []
-        chat = with_pictures({**fields, "messages": messages}, folder, self.where, notes.append)
+        chat = with_images({**fields, "messages": messages}, folder, self.where, notes.append)
         trajectory = decode({**chat, "task_id": 0})
         _check(trajectory.messages or (), value)
         return trajectory, BEFORE_TEXT in notes
@@ -129,7 +129,7 @@ def _check(messages: tuple[Message, ...], value: object) -> None:
         raise InputError(
             "a prompt ends before the policy's turn, got an assistant message at its end; drop that message"
         )
-    if not any(message.content or message.pictures for message in messages):
+    if not any(message.content or message.images for message in messages):
         raise InputError(f"a prompt must hold text, got {value!r}; drop the line")
 
 
@@ -182,11 +182,11 @@ def prompt_of(
     where: str = "",
 ) -> Prompt:
     """Make the prompt of a row of tokens and images; without an id its content names it."""
-    ids, pictures = tokens.tokens(row), tokens.placed(row)
+    ids, images = tokens.tokens(row), tokens.placed(row)
     return Prompt(
-        prompt_id=prompt_id_of(ids, pictures) if prompt_id is None else prompt_id,
+        prompt_id=prompt_id_of(ids, images) if prompt_id is None else prompt_id,
         tokens=ids,
-        pictures=pictures,
+        images=images,
         answer=answer,
         columns=columns,
         where=where,
@@ -498,7 +498,7 @@ class PromptsFile(Task):
             notes=(f"{BEFORE_TEXT} ({plural(num_unplaced, 'prompt')})",) if num_unplaced else (),
             form=self._renderer.form_in_words,
             tokenizer=str(self._renderer.tokenizer),
-            picture_files=writer.picture_files,
+            image_files=writer.image_files,
         )
 
     def _check_answer(self, line: PromptLine) -> None:
@@ -513,8 +513,8 @@ class PromptsFile(Task):
         chat, is_unplaced = line.chat(self._folder)
         assert chat.messages is not None, "a prompt has messages"
         seen = self._renderer.seen_prompt(chat.messages, chat.tools, is_raw=self._is_raw)
-        prompt_id = prompt_id_of(seen.tokens, seen.pictures) if line.prompt_id is None else line.prompt_id
-        return Prompt(prompt_id=prompt_id, tokens=seen.tokens, pictures=seen.pictures), is_unplaced
+        prompt_id = prompt_id_of(seen.tokens, seen.images) if line.prompt_id is None else line.prompt_id
+        return Prompt(prompt_id=prompt_id, tokens=seen.tokens, images=seen.images), is_unplaced
 
 
 @dataclass(slots=True, kw_only=True)
@@ -567,5 +567,5 @@ def _row(prompt: Prompt, index: int) -> RenderedTrajectory:
         loss_mask=np.zeros(prompt.tokens.size, np.bool_),
         turn_ends=np.zeros(0, np.int32),
         index=index,
-        pictures=prompt.pictures,
+        images=prompt.images,
     )

@@ -10,8 +10,8 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any, Self, TypeAlias
 
-from treering.data.picture import PlacedPicture
-from treering.engine.protocol import Rollout, check_pictures, check_prompt
+from treering.data.image import PlacedImage
+from treering.engine.protocol import Rollout, check_images, check_prompt
 from treering.errors import InputError
 from treering.types import PromptId, TokenIds
 
@@ -95,7 +95,7 @@ class Prompt:
     """Stable across epochs and machines: a dataset key, else `prompt_id_of(tokens)`."""
     tokens: TokenIds
     """int32 [P], P >= 1."""
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     """Images, each at the model's placeholders among the tokens."""
     answer: str | None = None
     """Reference answer for the reward; None if it needs none."""
@@ -108,7 +108,7 @@ class Prompt:
         if self.prompt_id == "":
             raise InputError('a prompt_id must be an integer or nonempty text, got ""; name the prompt')
         check_prompt(self.prompt_id, self.tokens)
-        check_pictures(self.prompt_id, self.pictures, self.tokens)
+        check_images(self.prompt_id, self.images, self.tokens)
 
     @property
     def name(self) -> str:
@@ -121,19 +121,19 @@ class Prompt:
     @property
     def content(self) -> bytes:
         """Tokens and image contents as bytes, equal only for equal prompts."""
-        return _content(self.tokens, self.pictures)
+        return _content(self.tokens, self.images)
 
 
-def prompt_id_of(tokens: TokenIds, pictures: Sequence[PlacedPicture] = ()) -> str:
+def prompt_id_of(tokens: TokenIds, images: Sequence[PlacedImage] = ()) -> str:
     """Return the id of a prompt without a key: 32 hexadecimal digits, a hash of its token ids and images.
 
     Example: the prompts [5, 6] and [5, 6, 0] have different ids, the same on every machine.
     """
-    return hashlib.blake2b(_content(tokens, pictures), digest_size=16).hexdigest()
+    return hashlib.blake2b(_content(tokens, images), digest_size=16).hexdigest()
 
 
-def _content(tokens: TokenIds, pictures: Sequence[PlacedPicture]) -> bytes:
-    digests = b"".join(one.start.to_bytes(4, "little") + one.picture.digest for one in pictures)
+def _content(tokens: TokenIds, images: Sequence[PlacedImage]) -> bytes:
+    digests = b"".join(one.start.to_bytes(4, "little") + one.image.digest for one in images)
     return tokens.astype("<i4").tobytes() + digests
 
 

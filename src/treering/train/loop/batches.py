@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.data.picture import PlacedPicture
+from treering.data.image import PlacedImage
 from treering.data.trajectory import RenderedTrajectory, TaskId, by_task
 from treering.errors import ConfigError, InputError
 from treering.tree.forest import Forest
@@ -25,21 +25,21 @@ class TrainingTask:
         task_id: task id of the trajectories in the group.
         sequences: K token sequences, int32 [T] each.
         loss_masks: K masks, bool [T] each, True where a token is trained.
-        pictures: images of each sequence; empty for text.
+        images: images of each sequence; empty for text.
         source: name of its file; "" without one.
     """
 
     task_id: TaskId
     sequences: tuple[TokenIds, ...]
     loss_masks: tuple[LossMask, ...]
-    pictures: tuple[tuple[PlacedPicture, ...], ...] = ()
+    images: tuple[tuple[PlacedImage, ...], ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
         shapes = [sequence.shape for sequence in self.sequences], [mask.shape for mask in self.loss_masks]
-        if self.pictures and len(self.pictures) != len(self.sequences):
+        if self.images and len(self.images) != len(self.sequences):
             raise InputError(
-                f"task {self.task_id!r} has images for {len(self.pictures)} of {len(self.sequences)} sequences; give "
+                f"task {self.task_id!r} has images for {len(self.images)} of {len(self.sequences)} sequences; give "
                 "each sequence its own images, () for none"
             )
         if not self.sequences or shapes[0] != shapes[1]:
@@ -73,7 +73,7 @@ def group_by_task(trajectories: Iterable[RenderedTrajectory], source: str = "") 
             task_id=group[0].task_id,
             sequences=tuple(member.tokens for member in group),
             loss_masks=tuple(member.loss_mask for member in group),
-            pictures=tuple(member.pictures for member in group) if any(member.pictures for member in group) else (),
+            images=tuple(member.images for member in group) if any(member.images for member in group) else (),
             source=source,
         )
         for group in by_task(trajectories)
@@ -136,17 +136,17 @@ def make_batch(tasks: Sequence[TrainingTask], layout: Layout) -> StepBatch:
     Example: tasks with [5, 6, 7] and [5, 6, 8], and with [5, 9], are forests of 4 and 2 tokens as "tree", one of 5 as
     "joined", and three of 3, 3 and 2 as "packed".
     """
-    groups = [(task.sequences, task.pictures or None) for task in tasks]
+    groups = [(task.sequences, task.images or None) for task in tasks]
     if layout == "packed":
         groups = [
-            ((sequence,), pictures and (pictures[i],)) for group, pictures in groups for i, sequence in enumerate(group)
+            ((sequence,), images and (images[i],)) for group, images in groups for i, sequence in enumerate(group)
         ]
     elif layout == "joined" and tasks:
-        placed = tuple(each for task in tasks for each in task.pictures or [()] * len(task.sequences))
+        placed = tuple(each for task in tasks for each in task.images or [()] * len(task.sequences))
         groups = [(tuple(sequence for task in tasks for sequence in task.sequences), placed if any(placed) else None)]
     return StepBatch(
         num_tasks=len(tasks),
-        forests=[Forest.from_sequences(group, pictures=pictures) for group, pictures in groups],
+        forests=[Forest.from_sequences(group, images=images) for group, images in groups],
         loss_masks=[mask for task in tasks for mask in task.loss_masks],
     )
 

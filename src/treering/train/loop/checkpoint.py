@@ -352,7 +352,7 @@ class CheckpointStore:
         num_bytes = num_tensor_bytes(weights) + num_tensor_bytes(state)
 
         def fill(draft: Path) -> None:
-            with told_why(draft / STATE_FILE, num_bytes):
+            with raising_disk_errors(draft / STATE_FILE, num_bytes):
                 if gathered is not None:
                     gathered.begin()
                 if has_adapter(model):
@@ -508,13 +508,13 @@ def _identity_of(checkpoint: Path) -> Identity:
 
 
 @contextmanager
-def told_why(file: Path, num_bytes: int) -> Iterator[None]:
+def raising_disk_errors(file: Path, num_bytes: int) -> Iterator[None]:
     """Raise the system's error if a library hides why the block could not write `num_bytes` of tensors.
 
     Raises:
         OSError: the disk is full, or a quota or limit is reached.
 
-    Example: `with told_why(folder / "model.safetensors", num_bytes): model.save_pretrained(folder)`.
+    Example: `with raising_disk_errors(folder / "model.safetensors", num_bytes): model.save_pretrained(folder)`.
     """
     try:
         yield

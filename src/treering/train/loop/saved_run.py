@@ -243,13 +243,13 @@ def open_run(folder: Path, loop: Resumable[ReportT], checkpoints: CheckpointStor
         step = checkpoints.restore_newest(loop)
         return Opened(is_new=step is None, step=step or 0)
     file = folder / RUN_FILE
-    is_new, has_begun = not file.exists(), _has_begun(folder, checkpoints)
-    if has_begun and not is_new:
+    is_new, has_started = not file.exists(), _has_started(folder, checkpoints)
+    if has_started and not is_new:
         check_identity(_read(file), checkpoints.identity, where=folder)
     step = checkpoints.restore_newest(loop)
     if is_new and step is None:
         _check_free(folder)
-    if is_new or not has_begun:
+    if is_new or not has_started:
         _begin(folder, checkpoints.identity)
     return Opened(is_new=is_new and step is None, step=step or 0)
 
@@ -322,7 +322,7 @@ def knows_first(folder: Path) -> bool:
     return any(row["step"] == 0 for row in read_rows(folder / METRICS_FILE))
 
 
-def _has_begun(folder: Path, checkpoints: CheckpointStore) -> bool:
+def _has_started(folder: Path, checkpoints: CheckpointStore) -> bool:
     metrics = folder / METRICS_FILE
     return checkpoints.folder.exists() or (metrics.exists() and metrics.stat().st_size > 0)
 

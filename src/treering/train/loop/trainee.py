@@ -23,7 +23,7 @@ from treering.config.lora import LoraOptions
 from treering.errors import InputError, StateError
 from treering.files.writing import writing
 from treering.train.loop.adapters import adapter_tensors, add_lora, has_adapter, save_adapter, weights_checksum
-from treering.train.loop.checkpoint import load_weights, num_tensor_bytes, told_why
+from treering.train.loop.checkpoint import load_weights, num_tensor_bytes, raising_disk_errors
 from treering.train.target_losses import LossKind, Numbers
 from treering.train.targets import TargetScores, score_targets
 
@@ -188,7 +188,7 @@ class Trainee:
         state = self.optimizer.state_dict() if with_optimizer else {}
         tensors = dict(self.weights)
         num_bytes = num_tensor_bytes(tensors) + num_tensor_bytes(state)
-        with writing(folder, num_bytes), told_why(folder / OPTIMIZER_FILE, num_bytes):
+        with writing(folder, num_bytes), raising_disk_errors(folder / OPTIMIZER_FILE, num_bytes):
             if has_adapter(self.model):
                 save_adapter(self.model, adapter_tensors(self.model, tensors), folder)
             else:

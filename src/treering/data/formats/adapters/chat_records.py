@@ -41,13 +41,13 @@ FORMATS = (
         keys=(("task_id", "messages"), ("messages",), *((key,) for key in TOKEN_KEYS)),
         # Without messages and tokens the decoder reports what is missing.
         signs=((100, lambda record, filled: not filled.isdisjoint(("task_id", *TOKEN_KEYS))),),
-        has_pictures=True,
+        has_images=True,
     ),
     RecordFormat(
         name="chat",
         decode=_decode,
         keys=(("messages",),),
         signs=((101, lambda record, filled: "messages" in record),),
-        has_pictures=True,
+        has_images=True,
     ),
 )

@@ -156,6 +156,6 @@ FORMATS = (
             (80, has_keys(*_PAIR)),
             (82, lambda record, filled: filled >= {"prompt", "completion"} and "messages" not in filled),
         ),
-        has_pictures=True,
+        has_images=True,
     ),
 )

@@ -1,0 +1,1 @@
+"""Training on images that branches share, against stock padded batches."""

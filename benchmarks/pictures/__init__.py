@@ -1,1 +1,0 @@
-"""Training on pictures that branches share, against stock padded batches."""
