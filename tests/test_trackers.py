@@ -202,6 +202,8 @@ def test_damaged_ids_are_refused(tmp_path: Path, fake: list[FakeTracker]) -> Non
 
 
 def test_tables_are_refused_where_no_sink_takes_them() -> None:
-    with pytest.raises(ConfigError, match=r"log_completions = 2 has sinks = \['jsonl', 'mlflow'\]; add one"):
+    with pytest.raises(
+        ConfigError, match=r"log_completions = 2 needs the sink .*, got sinks = \['jsonl', 'mlflow'\]; add one"
+    ):
         RlMetricsConfig(sinks=("jsonl", "mlflow"), log_completions=2)
     assert RlMetricsConfig(sinks=("mlflow", "wandb"), log_completions=2).log_completions == 2

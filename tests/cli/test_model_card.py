@@ -54,7 +54,7 @@ def test_the_card_states_the_run(hub_commands: Commands) -> None:
         "| objective | sft |",
         "| steps | 2 |",
         f"| sharing | {1 - computed / flat:.3f}: {computed:,} tokens were computed for {flat:,} |",
-        f"| loss | {rows[0]['train/loss']:.4f} at first, {rows[1]['train/loss']:.4f} at last |",
+        f"| loss | {rows[0]['train/loss']:.4f} in the first step, {rows[1]['train/loss']:.4f} in the last |",
         "learning_rate = 0.01",
         "trees_per_step = 2",
         'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")',
@@ -77,7 +77,7 @@ def test_a_card_covers_the_steps_up_to_its_checkpoint(hub_commands: Commands) ->
     run = trained(hub_commands, more="save_every = 1\n")
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["train/loss"]
     card = (run / "checkpoints" / "step-000001" / "README.md").read_text()
-    assert f"| loss | {first:.4f} at first, {first:.4f} at last |" in card
+    assert f"| loss | {first:.4f} in the first step, {first:.4f} in the last |" in card
     assert model_card(run, 1, has_tokenizer=True) == card, "later steps change nothing"
 
 

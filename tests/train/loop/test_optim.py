@@ -134,8 +134,11 @@ def test_gradients_that_are_not_finite_are_refused_before_anything_is_scaled(bad
         ({"warmup_steps": -1}, "warmup_steps: expected greater than or equal to 0, got -1"),
         ({"max_grad_norm": -0.5}, "max_grad_norm: expected greater than or equal to 0, got -0.5"),
         ({"schedule": "cosine"}, "num_steps=None"),
-        ({"schedule": "cosine", "warmup_steps": 3, "num_steps": 3}, "not below num_steps = 3"),
-        ({"schedule": "cosine", "num_steps": 3, "min_learning_rate": 2.0}, "2.0 is above learning_rate = 1.0"),
+        ({"schedule": "cosine", "warmup_steps": 3, "num_steps": 3}, "must be below num_steps = 3, got 3"),
+        (
+            {"schedule": "cosine", "num_steps": 3, "min_learning_rate": 2.0},
+            "must be at most learning_rate = 1.0, got 2.0",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_refused_with_their_value(options: dict[str, object], message: str) -> None:
