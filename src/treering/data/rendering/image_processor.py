@@ -45,7 +45,7 @@ class Placeholder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFamily:
+class ProcessorFamily:
     """A family of processors."""
 
     placeholder: Callable[[_Named], Placeholder]
@@ -74,14 +74,14 @@ def _internvl(named: _Named) -> Placeholder:
     return Placeholder(written=token, expanded=f"{begin}{token}{end}", token=token)
 
 
-PROCESSORS: Mapping[str, ImageFamily] = MappingProxyType(
+PROCESSORS: Mapping[str, ProcessorFamily] = MappingProxyType(
     {
-        "Qwen2_5_VLProcessor": ImageFamily(placeholder=_qwen),
-        "Qwen3VLProcessor": ImageFamily(placeholder=_qwen),
-        "Gemma3Processor": ImageFamily(
+        "Qwen2_5_VLProcessor": ProcessorFamily(placeholder=_qwen),
+        "Qwen3VLProcessor": ProcessorFamily(placeholder=_qwen),
+        "Gemma3Processor": ProcessorFamily(
             placeholder=_gemma, tokens_per_crop=256, options=MappingProxyType({"do_convert_rgb": True})
         ),
-        "InternVLProcessor": ImageFamily(
+        "InternVLProcessor": ProcessorFamily(
             placeholder=_internvl, tokens_per_crop=256, options=MappingProxyType({"crop_to_patches": True})
         ),
     }
@@ -208,7 +208,7 @@ class ImageProcessor:
         return {**settings[0], **settings[1]}
 
     @cached_property
-    def _family(self) -> ImageFamily:
+    def _family(self) -> ProcessorFamily:
         name = str(self._settings.get("processor_class"))
         if name not in PROCESSORS:
             raise ConfigError(
