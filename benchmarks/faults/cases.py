@@ -129,7 +129,7 @@ def _two(case: Case) -> Verdict:
     if verdict.ending == "failure" or second.code == 0:
         # The first had not begun, or had ended.
         return verdict
-    if "one process at a time trains in a run folder" not in second.stderr:
+    if "a run folder takes one process at a time" not in second.stderr:
         return failure(f"the second ended with {second.code}: {second.stderr[-200:]!r}")
     return judge(case.task, case.run, second)
 
