@@ -10,9 +10,12 @@ from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from treering.data import DATA_VARIABLE, Renderer, Trajectory, data_folder, read_trajectories
 from treering.errors import InputError
-from treering.train.loop.batches import TrainingTask, fold_ids, group_by_task, task_order
+from treering.train.loop.batches import TrainingTask, group_by_task, task_order
 from treering.types import LossMask, ModelShape, TokenIds
 
 SHAPE = ModelShape(
@@ -170,9 +173,48 @@ def lone_branch(task: TrainingTask) -> TrainingTask:
 
 
 def fold_tasks(tasks: Sequence[TrainingTask], vocab_size: int) -> tuple[TrainingTask, ...]:
-    """The tasks with ids renumbered by frequency into [0, vocab_size); see `fold_ids`."""
+    """The tasks with ids renumbered by frequency into [0, vocab_size)."""
     folded = iter(fold_ids([sequence for task in tasks for sequence in task.sequences], vocab_size))
     return tuple(replace(task, sequences=tuple(next(folded) for _ in task.sequences)) for task in tasks)
+
+
+def fold_ids(sequences: Sequence[TokenIds], vocab_size: int | None = None) -> list[TokenIds]:
+    """Renumber the ids that occur by frequency: the most frequent becomes 0; of equals, the smaller id comes first.
+
+    Args:
+        sequences: int32 [T] each, T >= 1.
+        vocab_size: size of the new range; None uses the number of distinct ids. If the ids do not fit, those ranked in
+            or beyond the last eighth of the range share that eighth, by the remainder of their rank.
+
+    Returns:
+        int32 arrays of the same shapes, all ids in [0, vocab_size).
+
+    Raises:
+        InputError: a vocab_size below 1.
+
+    Example: [7, 9, 9, 5] folds to [2, 0, 0, 1]; with vocab_size=2, ids 7 and 5 share 1: [1, 0, 0, 1].
+    """
+    if vocab_size is not None and vocab_size < 1:
+        raise InputError(f"vocab_size must be at least 1, got {vocab_size}")
+    if not sequences:
+        return []
+    # Sequence by sequence, so that memory holds little more than the folded ids.
+    found = [np.unique(sequence, return_counts=True) for sequence in sequences]
+    ids, places = np.unique(np.concatenate([each for each, _ in found]), return_inverse=True)
+    counts = np.zeros(ids.size, np.int64)
+    np.add.at(counts, places.reshape(-1), np.concatenate([times for _, times in found]))
+    rank = np.empty(ids.size, np.int64)
+    rank[np.lexsort((ids, -counts))] = np.arange(ids.size)
+    folded = _shared(rank, ids.size if vocab_size is None else vocab_size).astype(np.int32)
+    return [folded[np.searchsorted(ids, sequence)] for sequence in sequences]
+
+
+def _shared(rank: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    if rank.size <= vocab_size:
+        return rank
+    num_shared = max(1, vocab_size // 8)
+    num_own = vocab_size - num_shared
+    return np.where(rank < num_own, rank, num_own + (rank - num_own) % num_shared)
 
 
 def with_tools(trajectories: Iterable[Trajectory], file: Path) -> list[Trajectory]:

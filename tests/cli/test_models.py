@@ -192,7 +192,7 @@ def test_code_of_a_tokenizer_folder_never_runs(tmp_path: Path, monkeypatch: pyte
     settings = {"tokenizer_class": "Own", "chat_template": "x", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    with pytest.raises(ConfigError, match="brings Python code of its own, which is never run"):
+    with pytest.raises(ConfigError, match="brings its own Python code, which is never run"):
         ChatTemplate(tmp_path)
     assert not marker.exists()
 

@@ -325,10 +325,6 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return _is_integer(value) or isinstance(value, float | np.floating)
-
-
 WhenRunning = Literal["finish", "abort", "reprefill"]
 """What a weight update does with running rollouts. finish: the old weights finish them first; the next step returns
 them. abort: the next step returns them as they are. reprefill: they continue under the new weights, with their keys and
@@ -379,11 +375,6 @@ class EngineStats:
     def acceptance(self) -> float:
         """Accepted share of the draft tokens; 0.0 without drafts."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
-
-    @property
-    def change(self) -> float:
-        """Chance that a rehearsed token changes if those before it stayed; 0.0 before the first was drawn."""
-        return self.num_changed / (self.num_kept + self.num_changed) if self.num_changed else 0.0
 
     def since(self, earlier: "EngineStats") -> "EngineStats":
         """Return the counts since `earlier`."""

@@ -106,7 +106,7 @@ def test_a_token_that_only_the_class_of_the_tokenizer_knows_is_refused_by_name(t
         ({"chat_template": "{% for %}"}, "a chat template is Jinja"),
         ({"chat_template": [{"name": "rag", "template": "x"}]}, "one is named default"),
         ({"chat_template": 3}, "chat_template is a text"),
-        ({"chat_template": "x", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}, "brings Python code"),
+        ({"chat_template": "x", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}, "brings its own Python code"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused_with_its_reason(tokenizer_dir, tmp_path, settings, rule):

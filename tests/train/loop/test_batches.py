@@ -1,8 +1,5 @@
 """Each step's trees: every task once per epoch, reproducible by seed, equal in all layouts."""
 
-from collections import Counter
-from itertools import chain
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +12,6 @@ from treering.train.loop.batches import (
     StepPlan,
     TrainingTask,
     check_ranks,
-    fold_ids,
     group_by_task,
     make_batch,
     task_order,
@@ -114,35 +110,3 @@ def test_one_tree_of_a_step_is_refused_on_several_ranks() -> None:
     check_ranks("tree", 2)
     with pytest.raises(ConfigError, match='layout "joined" makes one tree of a step, and 2 ranks'):
         check_ranks("joined", 2)
-
-
-SETS = st.lists(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 12), min_size=1, max_size=15), max_size=6)
-
-
-def arrays(sequences: list[list[int]]) -> list[np.ndarray]:
-    return [np.array(sequence, np.int32) for sequence in sequences]
-
-
-def test_frequent_ids_come_first_and_rare_ones_share() -> None:
-    assert [part.tolist() for part in fold_ids(arrays([[7, 9], [9, 5]]))] == [[2, 0], [0, 1]]
-    assert [part.tolist() for part in fold_ids(arrays([[7, 9], [9, 5]]), 2)] == [[1, 0], [0, 1]]
-    # Fold twenty ids, id i occurring i times, into 16: 14 ids stay separate, the rest alternate between 14 and 15.
-    [folded] = fold_ids(arrays([[i for i in range(1, 21) for _ in range(i)]]), 16)
-    assert folded[-20:].tolist() == [0] * 20
-    assert folded[:21].tolist() == [15] + [14] * 2 + [15] * 3 + [14] * 4 + [15] * 5 + [14] * 6
-    assert folded.dtype == np.int32
-
-
-@given(SETS)
-def test_without_a_limit_folding_is_one_to_one_and_keeps_frequencies_in_order(sequences: list[list[int]]) -> None:
-    folded = [part.tolist() for part in fold_ids(arrays(sequences))]
-    pairs = set(zip(chain(*sequences), chain(*folded), strict=True))
-    assert len({old for old, _ in pairs}) == len({new for _, new in pairs}) == len(pairs)
-    counts = Counter(chain(*folded))
-    assert sorted(counts) == list(range(len(counts)))
-    assert [counts[i] for i in range(len(counts))] == sorted(counts.values(), reverse=True)
-
-
-def test_an_empty_vocabulary_is_refused() -> None:
-    with pytest.raises(InputError, match="vocab_size must be at least 1, got 0"):
-        fold_ids(arrays([[1]]), 0)

@@ -371,8 +371,8 @@ class ChatTemplate:
         code = settings.get("auto_map")
         if isinstance(code, list) or (isinstance(code, dict) and code.get("AutoTokenizer")):
             raise ConfigError(
-                f'template="hf" needs a tokenizer that is read from files, and {self._folder} brings Python code of '
-                'its own, which is never run; use template="plain", or a folder with tokenizer.json alone'
+                f'template="hf" needs a tokenizer that is read from files, and {self._folder} brings its own '
+                'Python code, which is never run; use template="plain", or a folder with tokenizer.json alone'
             )
         unknown = sorted((used & _STANDARD_TOKENS) - self._named.keys())
         if unknown and settings.get("tokenizer_class") not in _CLASSES_WITHOUT_TOKENS:

@@ -278,14 +278,14 @@ class TextReward:
             error = in_copy(lambda: self._trial_error(prompt), time_limit_s)
         except TimeoutError:
             raise InputError(
-                f"a reward may take runtime.reward_time_limit_s = {time_limit_s:g} s, and {self.name} on prompt "
-                f"{prompt.prompt_id!r} with the text {(prompt.answer or '')!r:.60} took longer in its trial call; set "
-                "a time limit for whatever it waits for, or raise the setting"
+                f"{self.name} took longer than runtime.reward_time_limit_s = {time_limit_s:g} s in its trial call, on "
+                f"{prompt.name} with the text {(prompt.answer or '')!r:.60}; set a time limit for whatever it waits "
+                "for, or raise the setting"
             ) from None
         if error:
             raise InputError(
-                f"a reward must return a number for every text, or None to skip it, and {self.name} on prompt "
-                f"{prompt.name} with the text {(prompt.answer or '')!r:.60} raised {error}; correct it"
+                f"{self.name} raised {error} on {prompt.name} with the text {(prompt.answer or '')!r:.60}; a reward "
+                "returns a number for every text, or None to skip it"
             )
 
     def _trial_error(self, prompt: Prompt) -> str:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from treering.attention.triton_kernels import INTERPRETED
+from treering.attention.triton_tables import padded_size
 from treering.engine.decoder.cuda.pages import PAGE_SLOTS
 
 _GATE_TILE = 1024
@@ -420,8 +421,3 @@ def num_parts(num_tiles: int, num_key_heads: int, num_processors: int) -> int:
     """
     wanted = max(1, min(MAX_PARTS, _PROGRAMS * num_processors // (num_tiles * num_key_heads)))
     return 1 << (wanted.bit_length() - 1)
-
-
-def padded_size(head_size: int) -> int:
-    """Return the columns of a head in a tile: a power of two, at least 16."""
-    return max(16, 1 << (head_size - 1).bit_length())
