@@ -157,6 +157,6 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(tmp_path: Path) -
 def test_an_order_that_the_user_or_the_loss_needs_is_not_replaced(tmp_path: Path) -> None:
     assert "KTO's KL pairs" in share_prefixes(runs.kto(runs.saved(), tmp_path)).batching.words
     trainer = runs.sft(runs.saved(), tmp_path, train_sampling_strategy="group_by_length")
-    with pytest.raises(ConfigError, match="leave one of them out"):
+    with pytest.raises(ConfigError, match="remove one of them"):
         share_prefixes(trainer)
     share_prefixes(trainer, group_batches=False)

@@ -73,7 +73,7 @@ def test_equal_placeholders_with_other_pixels_never_merge(tmp_path: Path, monkey
         return same[0] if same else original(table, image)
 
     monkeypatch.setattr(ImageTable, "add", by_size)
-    with pytest.raises(StateError, match="differ by"):
+    with pytest.raises(StateError, match="differ from the stock path"):
         trained("grpo qwen2_5_vl", tmp_path, {"group_batches": False})
 
 

@@ -33,7 +33,7 @@ def generation(**changes: Any) -> Any:
     ("trainer", "changes", "message"),
     [
         (GRPOTrainer, {"tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2; set it to 1"),
-        (GRPOTrainer, {"min_p": 0.1}, "min_p=0.1; leave it out"),
+        (GRPOTrainer, {"min_p": 0.1}, "min_p=0.1; remove it"),
         (SFTTrainer, {}, "GRPOTrainer and RLOOTrainer, got SFTTrainer"),
     ],
 )
