@@ -175,7 +175,8 @@ def test_verifying_leaves_random_states_metrics_and_gradients_as_they_were(tmp_p
 
 def test_a_wrong_tree_stops_the_run_with_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TreePatch, "_batch", runs.misplaced(TreePatch._batch))
-    with pytest.raises(StateError, match=r"differ from the stock path's by \d\.\de[+-]0[01] of their norm, above \d\.\de-0\d"):
+    rule = r"differ from the stock path's by \d\.\de[+-]0[01] of their norm, above \d\.\de-0\d"
+    with pytest.raises(StateError, match=rule):
         runs.train(runs.grpo, runs.saved(), tmp_path, shared={})
 
 
