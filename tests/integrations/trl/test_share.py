@@ -284,9 +284,7 @@ def test_where_rounding_is_too_large_to_judge_by_nothing_is_judged(
     def changed(model: nn.Module) -> None:
         change(model.to(dtype))
 
-    with pytest.raises(
-        StateError, match=r"moves the first .* by \d\.\de-0[123] .*, above 1\.2e-04.*averages over its"
-    ):
+    with pytest.raises(StateError, match=r"moves the first .* by \d\.\de-0[123] .*, above 1\.2e-04.*averages over its"):
         runs.train(runs.sft, runs.saved(), tmp_path, shared={}, change=changed)
 
 
