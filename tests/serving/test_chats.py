@@ -14,9 +14,9 @@ from treering.engine.host import EngineHost
 from treering.engine.protocol import Request
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
 from treering.serving import HostSampler, Server
-from treering.serving import server as module
+from treering.serving import chats as module
 from treering.serving.bodies import Fields, take_sampling
-from treering.serving.server import Chat, Chats
+from treering.serving.chats import Chat, Chats
 
 CHAT = "/v1/chat/completions"
 TOKENS = ChatTokens(BYTES_FOLDER)

@@ -14,12 +14,16 @@ from treering.closing import Closing
 from treering.engine.protocol import Engine, Request, Rollout, RolloutKey
 from treering.errors import InputError, StateError
 
+Watch = Callable[[Rollout], None]
+"""Called in the engine's thread after each step, with the rollout so far of a call that is still running."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
     request: Request
     answer: "Future[Rollout]"
     rank: int
+    watch: "Watch | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class EngineHost(Closing):
         self._settle = settle
         self._inbox: SimpleQueue[_Call | _Left | _Run | None] = SimpleQueue()
         self._max_rows = max_rows
-        self._open: dict[RolloutKey, Future[Rollout]] = {}
+        self._open: dict[RolloutKey, _Call] = {}
         self._queue: list[tuple[int, int, Request]] = []
         self._num_queued = 0
         self._error: BaseException | None = None
@@ -91,16 +95,16 @@ class EngineHost(Closing):
         """The error that ended the service; None if it is running."""
         return self._error
 
-    def submit(self, request: Request, *, rank: int = 0) -> "Future[Rollout]":
+    def submit(self, request: Request, *, rank: int = 0, watch: Watch | None = None) -> "Future[Rollout]":
         """Submit a call from any thread; the future gets its rollout, or the engine's error.
 
-        Queued calls run by rank, lowest first; calls of equal rank run in order of arrival.
+        Queued calls run by rank, lowest first; calls of equal rank run in order of arrival. `watch` must not raise.
 
         Raises:
             StateError: if the host is closed.
         """
         answer: Future[Rollout] = Future()
-        self._put(_Call(request, answer, rank))
+        self._put(_Call(request, answer, rank, watch))
 
         def note_leaving(future: "Future[Rollout]") -> None:
             if future.cancelled():
@@ -111,9 +115,9 @@ class EngineHost(Closing):
         answer.add_done_callback(note_leaving)
         return answer
 
-    async def sample(self, request: Request) -> Rollout:
+    async def sample(self, request: Request, watch: Watch | None = None) -> Rollout:
         """Submit a call from a coroutine; cancelling the coroutine aborts the call."""
-        return await asyncio.wrap_future(self.submit(request))
+        return await asyncio.wrap_future(self.submit(request, watch=watch))
 
     def run(self, function: Callable[[], None]) -> None:
         """Run a function in the thread before the engine's next step, after all earlier messages.
@@ -165,7 +169,8 @@ class EngineHost(Closing):
             self._attempt(message.function)
         elif isinstance(message, _Left):
             # Another call may have the key, if this one was refused or has ended.
-            if self._open.get(message.key) is message.answer:
+            found = self._open.get(message.key)
+            if found is not None and found.answer is message.answer:
                 del self._open[message.key]
                 self._withdraw([message.key])
         elif self._error is not None:
@@ -178,7 +183,7 @@ class EngineHost(Closing):
         if key in self._open:
             _fail(call.answer, InputError(f"a key must be unique, and {key} is open; number the samples of a group"))
             return
-        self._open[key] = call.answer
+        self._open[key] = call
         self._num_queued += 1
         heappush(self._queue, (call.rank, self._num_queued, call.request))
         if self._max_rows is None:
@@ -193,7 +198,7 @@ class EngineHost(Closing):
                 self._engine.submit([request])
             except Exception as error:
                 # The error concerns only this request, which the engine did not queue.
-                _fail(self._open.pop(request.key), error)
+                _fail(self._open.pop(request.key).answer, error)
 
     def _withdraw(self, keys: list[RolloutKey]) -> None:
         queued = {request.key for _, _, request in self._queue}.intersection(keys)
@@ -214,11 +219,15 @@ class EngineHost(Closing):
         self._busy_s += time.perf_counter() - started_s
         self._is_settled = not finished
         for rollout in finished:
-            answer = self._open.pop(rollout.key, None)
-            if answer is not None:
+            call = self._open.pop(rollout.key, None)
+            if call is not None:
                 # The caller may have cancelled.
                 with suppress(InvalidStateError):
-                    answer.set_result(rollout)
+                    call.answer.set_result(rollout)
+        watches = {key: call.watch for key, call in self._open.items() if call.watch is not None}
+        if watches:
+            for rollout in self._engine.peek(list(watches)):
+                watches[rollout.key](rollout)
 
     def _attempt(self, function: Callable[[], object]) -> None:
         """Run a function; an error ends the service, and every caller gets it, now and later."""
@@ -229,11 +238,11 @@ class EngineHost(Closing):
             self._fail_all(error)
 
     def _fail_all(self, error: BaseException) -> None:
-        keys, answers = list(self._open), list(self._open.values())
+        calls = list(self._open.values())
         self._open.clear()
-        self._withdraw(keys)
-        for answer in answers:
-            _fail(answer, error)
+        self._withdraw([call.request.key for call in calls])
+        for call in calls:
+            _fail(call.answer, error)
 
 
 def _fail(answer: "Future[Rollout]", error: BaseException) -> None:

@@ -121,7 +121,6 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "min_tokens": ((0,), "would forbid the end of a turn, which the log-probs ignore"),
     "prompt_logprobs": ((), "is not computed while sampling; use treering.forward"),
     "truncate_prompt_tokens": ((), "would sample from a prompt other than the one sent"),
-    "stream": ((False,), "is not supported: answers come whole"),
     "echo": ((False,), "is not supported"),
     "suffix": (("",), "is not supported"),
     "best_of": ((1,), "is not supported; ask for n and choose"),
@@ -132,7 +131,7 @@ _OFF = -1
 """vLLM's value for no seed, and for all tokens in `top_k`."""
 _WITHOUT_EFFECT = (
     "detokenize", "metadata", "output_kind", "skip_special_tokens", "spaces_between_special_tokens", "store",
-    "stream_options", "user",
+    "user",
 )  # fmt: skip
 
 
@@ -370,7 +369,8 @@ def take_prompt(fields: Fields, texts: TextTokens | None) -> tuple[TokenIds, boo
     has_ids = fields.take("return_token_ids", bool, False)
     if isinstance(prompt, list):
         return token_ids(prompt, "prompt"), has_ids
-    tokens = need_texts(texts).encode(valid_text(prompt, "prompt"), adds_special=True)
+    adds_special = fields.take("add_special_tokens", bool, True)
+    tokens = need_texts(texts).encode(valid_text(prompt, "prompt"), adds_special=adds_special)
     if tokens.size == 0:
         raise InputError(f"a prompt must have at least one token, got the text {prompt!r}")
     return tokens, has_ids

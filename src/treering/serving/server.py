@@ -9,8 +9,8 @@ A call's name keys its noise, so equal names get equal answers:
   often the identity has sampled that context before;
 - any other call is named by its number.
 
-A session remembers its chats: a chat that begins with the messages of an earlier answer continues that answer's ids;
-none of it is rendered again.
+A session remembers its chats (`Chats`): a chat that begins with the messages of an earlier answer continues that
+answer's ids; none of it is rendered again.
 """
 
 import asyncio
@@ -23,38 +23,34 @@ import threading
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
-import numpy as np
-
 from treering.closing import Closing
-from treering.data.trajectory import Message
-from treering.engine.host import EngineHost
+from treering.engine.host import EngineHost, Watch
 from treering.engine.protocol import Request, Rollout, RolloutKey, Sampling
 from treering.engine.sampling.noise import call_id
 from treering.errors import ConfigError, ContextFullError, InputError, StateError, UnsupportedError
 from treering.extras import require
-from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools
+from treering.rl.environments.chat import ChatTokens
 from treering.rl.tasks.text_tokens import TextTokens, find_stop_tokens
 from treering.serving.bodies import (
     DEFAULT_MAX_TOKENS,
     Asked,
     Fields,
-    completion,
     completion_answer,
-    ids_of,
-    logprobs_of,
     need_texts,
     take_prompt,
     take_sampling,
     take_tokens,
     text_of,
     token_answer,
-    token_texts,
 )
+from treering.serving.chats import Chats
+from treering.serving.stream import TextCall, WatchAnswer, error_event, events, settled_text, take_stream
 from treering.types import PromptId, TokenIds
 
 if TYPE_CHECKING:
@@ -135,8 +131,13 @@ class Caller:
 class CallSampler(Protocol):
     """Anything that answers calls."""
 
-    async def sample(self, context: TokenIds, asked: Asked, caller: Caller) -> list[Rollout]:
-        """Return `asked.num_samples` answers after a context int32 [N]; cancelling the call aborts them."""
+    async def sample(
+        self, context: TokenIds, asked: Asked, caller: Caller, watch: WatchAnswer | None = None
+    ) -> list[Rollout]:
+        """Return `asked.num_samples` answers after a context int32 [N]; cancelling the call aborts them.
+
+        `watch`, if given, may get them while they run.
+        """
         ...
 
 
@@ -153,146 +154,29 @@ class HostSampler:
         self._calls = Calls()
         self._turns: WeakValueDictionary[RolloutKey, asyncio.Lock] = WeakValueDictionary()
 
-    async def sample(self, context: TokenIds, asked: Asked, caller: Caller) -> list[Rollout]:
+    async def sample(
+        self, context: TokenIds, asked: Asked, caller: Caller, watch: WatchAnswer | None = None
+    ) -> list[Rollout]:
         """Return the answers to a call; if one fails, abort the others."""
         requests = self._calls.requests(context, asked, caller.identity or caller.session)
+        watches = [None if watch is None else partial(watch, i) for i in range(len(requests))]
         try:
             async with asyncio.TaskGroup() as group:
-                asking = [group.create_task(self._sample_one(request)) for request in requests]
+                asking = [group.create_task(self._sample_one(*each)) for each in zip(requests, watches, strict=True)]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in asking]
 
-    async def _sample_one(self, request: Request) -> Rollout:
+    async def _sample_one(self, request: Request, watch: Watch | None) -> Rollout:
         """Sample after other calls of the same key: equal calls with a seed may arrive at the same time."""
         turn = self._turns.setdefault(request.key, asyncio.Lock())
         async with turn:
-            return await self._host.sample(request)
-
-
-MAX_CHAT_TOKENS = 1 << 26
-"""Token ids of chats that a server remembers: 256 MiB."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chat:
-    """Chat to be continued."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...]
-    context: TokenIds
-    """int32 [N]."""
-    has_ids: bool
-    """Whether to send token ids back."""
-    memory: ChatMemory
-    """Memory of its session."""
-
-
-class Chats:
-    """Chats of a server's sessions; those idle longest are forgotten first.
-
-    Example:
-        >>> chats = Chats(ChatTokens(folder))                                                   # doctest: +SKIP
-    """
-
-    def __init__(self, tokens: ChatTokens) -> None:
-        """Render chats with `tokens`, a tokenizer and its chat template."""
-        self.tokens = tokens
-        self._memories: OrderedDict[str, ChatMemory] = OrderedDict()
-        self._num_tokens = 0
-        """Upper bound of the ids that the memories hold."""
-
-    def take(self, fields: Fields, session: str | None) -> Chat:
-        """Take a chat out of a body.
-
-        Raises:
-            InputError: messages or tools that cannot be read or rendered.
-            UnsupportedError: a forced tool call, or tools under a template whose calls cannot be read.
-        """
-        messages = as_messages(_records(fields.need("messages", list), "messages"))
-        tools = as_tools(_records(fields.take("tools", list, []), "tools"))
-        choice = fields.take_any("tool_choice", (str, dict), "auto")
-        if choice not in ("auto", "none"):
-            raise UnsupportedError(f'tool_choice must be "auto" or "none", got {choice!r}: calls cannot be forced')
-        fields.refuse_unless("parallel_tool_calls", (True,), "would restrict what the policy may sample")
-        tools = () if choice == "none" else tools
-        memory = self._memory(session)
-        return Chat(
-            messages=messages,
-            tools=tools,
-            context=memory.context(messages, tools),
-            has_ids=fields.take("return_token_ids", bool, False),
-            memory=memory,
-        )
-
-    def with_stops(self, asked: Asked) -> Asked:
-        """Add the template's stop strings, for turns that no token ends."""
-        strings = tuple(dict.fromkeys([*asked.sampling.stop_strings, *self.tokens.form.stop_strings]))
-        return replace(asked, sampling=asked.sampling.changed(stop_strings=strings))
-
-    def answer(
-        self, request_id: str, model: str, chat: Chat, rollouts: Sequence[Rollout], asked: Asked
-    ) -> dict[str, Any]:
-        """Return the body of the answer; the session remembers each choice."""
-        choices = [self._choice(i, request_id, chat, rollout, asked) for i, rollout in enumerate(rollouts)]
-        self._num_tokens += sum(chat.context.size + rollout.num_tokens for rollout in rollouts)
-        if self._num_tokens > MAX_CHAT_TOKENS:
-            self._forget()
-        return completion(request_id, "chat.completion", model, chat.context, rollouts, choices)
-
-    def _choice(self, index: int, request_id: str, chat: Chat, rollout: Rollout, asked: Asked) -> dict[str, Any]:
-        turn = self.tokens.read(chat.context, lambda decode: text_of(rollout, asked, decode), chat.tools)
-        message = turn.with_ids(request_id, index).message
-        noted = as_messages([message])
-        chat.memory.note([*chat.messages, *noted], chat.tools, np.concatenate([chat.context, rollout.tokens]))
-        choice: dict[str, Any] = {
-            "index": index,
-            "message": message,
-            "finish_reason": "tool_calls" if turn.calls and rollout.finish_reason == "stop" else rollout.finish_reason,
-            "logprobs": self._logprobs(rollout, asked) if asked.has_logprobs else None,
-        }
-        return choice | ids_of(chat.context, rollout) if chat.has_ids else choice
-
-    def _logprobs(self, rollout: Rollout, asked: Asked) -> dict[str, Any]:
-        parts = [self.tokens.text.bytes_of(token) for token in rollout.tokens.tolist()]
-        triples = zip(token_texts(rollout, self.tokens.text), parts, logprobs_of(rollout, asked), strict=True)
-        return {
-            "content": [
-                {"token": text, "bytes": list(part), "logprob": value, "top_logprobs": []}
-                for text, part, value in triples
-            ]
-        }
-
-    def _memory(self, session: str | None) -> ChatMemory:
-        if session is None:
-            return ChatMemory(self.tokens)
-        memory = self._memories.setdefault(session, ChatMemory(self.tokens))
-        self._memories.move_to_end(session)
-        if len(self._memories) > MAX_IDENTITIES:
-            self._memories.popitem(last=False)
-        return memory
-
-    def _forget(self) -> None:
-        """Forget the sessions idle longest until half of the limit is free."""
-        sizes = {session: memory.num_tokens for session, memory in self._memories.items()}
-        self._num_tokens = sum(sizes.values())
-        for session, size in sizes.items():
-            if self._num_tokens <= MAX_CHAT_TOKENS // 2:
-                return
-            del self._memories[session]
-            self._num_tokens -= size
-
-
-def _records(values: Sequence[object], name: str) -> list[Mapping[str, Any]]:
-    wrong = next((value for value in values if not isinstance(value, dict)), None)
-    if wrong is not None:
-        raise InputError(f"{name} must be a list of objects, got {wrong!r:.80} in it")
-    return [value for value in values if isinstance(value, dict)]
+            return await self._host.sample(request, watch)
 
 
 IDENTITY_HEADER = "X-Session-ID"
-_Route = Callable[[Mapping[str, Any], str | None], Awaitable[dict[str, Any]]]
-_Handler = Callable[["web.Request"], Awaitable["web.Response"]]
+_Route = Callable[[Mapping[str, Any], str | None], Awaitable[dict[str, Any] | TextCall]]
+_Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,18 +394,23 @@ class Server(Closing):
         return _respond({"object": "list", "data": [card]})
 
     def _route(self, answer: _Route) -> _Handler:
-        """Return a handler that answers a JSON object with another."""
+        """Return a handler that answers a JSON object with another, or with events."""
 
-        async def handle(request: "web.Request") -> "web.Response":
+        async def handle(request: "web.Request") -> "web.StreamResponse":
             body = await self._read(request)
-            return _respond(await answer(body, request.headers.get(IDENTITY_HEADER)))
+            found = await answer(body, request.headers.get(IDENTITY_HEADER))
+            if not isinstance(found, TextCall):
+                return _respond(found)
+            return (
+                await _stream(request, found) if found.is_streamed else _respond(found.whole(await found.sample(None)))
+            )
 
         return self._guarded(handle)
 
     def _guarded(self, answer: _Handler) -> _Handler:
         """Return a handler that checks the key and answers errors as refusals."""
 
-        async def handle(request: "web.Request") -> "web.Response":
+        async def handle(request: "web.Request") -> "web.StreamResponse":
             try:
                 if (refusal := self._unknown_key(request)) is not None:
                     raise refusal
@@ -571,27 +460,40 @@ class Server(Closing):
         fields.end()
         return token_answer(_new_id("gen"), context, await self._sampler.sample(context, asked, caller), asked)
 
-    async def _complete(self, body: Mapping[str, Any], session: str | None) -> dict[str, Any]:
+    async def _complete(self, body: Mapping[str, Any], session: str | None) -> TextCall:
         fields = Fields(body, "the body")
         caller = self._take_names(fields, session)
         context, has_ids = take_prompt(fields, self._texts)
         asked = self._take_sampling(fields, context, DEFAULT_MAX_TOKENS)
+        is_streamed, has_usage = take_stream(fields)
         fields.end()
-        texts = need_texts(self._texts)
-        rollouts = await self._sampler.sample(context, asked, caller)
-        return completion_answer(_new_id("cmpl"), self._model, context, rollouts, asked, texts, has_ids)
+        texts, name = need_texts(self._texts), _new_id("cmpl")
+        return TextCall(
+            sample=lambda watch: self._sampler.sample(context, asked, caller, watch),
+            whole=lambda rollouts: completion_answer(name, self._model, context, rollouts, asked, texts, has_ids),
+            settled=lambda rollout: settled_text(text_of(rollout, asked, texts.decode), asked.sampling.stop_strings),
+            is_streamed=is_streamed,
+            has_usage=has_usage,
+        )
 
-    async def _chat(self, body: Mapping[str, Any], session: str | None) -> dict[str, Any]:
-        if self._chats is None:
+    async def _chat(self, body: Mapping[str, Any], session: str | None) -> TextCall:
+        chats = self._chats
+        if chats is None:
             raise Refusal(400, "this server has no chat template for chats; use /v1/completions")
         fields = Fields(body, "the body")
         caller = self._take_names(fields, session)
-        chat = self._chats.take(fields, caller.identity or caller.session)
-        asked = self._take_sampling(fields, chat.context, None)
+        chat = chats.take(fields, caller.identity or caller.session)
+        asked = chats.with_stops(self._take_sampling(fields, chat.context, None))
+        is_streamed, has_usage = take_stream(fields)
         fields.end()
-        asked = self._chats.with_stops(asked)
-        rollouts = await self._sampler.sample(chat.context, asked, caller)
-        return self._chats.answer(_new_id("chatcmpl"), self._model, chat, rollouts, asked)
+        name = _new_id("chatcmpl")
+        return TextCall(
+            sample=lambda watch: self._sampler.sample(chat.context, asked, caller, watch),
+            whole=lambda rollouts: chats.answer(name, self._model, chat, rollouts, asked),
+            settled=lambda rollout: chats.settled(chat, rollout, asked),
+            is_streamed=is_streamed,
+            has_usage=has_usage,
+        )
 
     def _take_names(self, fields: Fields, session: str | None) -> Caller:
         """Take the model's name, which must match, and the caller's identity."""
@@ -607,6 +509,26 @@ class Server(Closing):
             num_context=int(context.size),
             ends=self._ends,
         )
+
+
+async def _stream(request: "web.Request", call: TextCall) -> "web.StreamResponse":
+    """Send events; an error before the first one is a refusal, a later one an event."""
+    from aiohttp import web
+
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    sending = events(call)
+    try:
+        async for event in sending:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(event)
+    except Exception as error:
+        if not response.prepared:
+            raise
+        await response.write(error_event(as_json(refusal_of(error))))
+    finally:
+        await sending.aclose()
+    return response
 
 
 def _respond(body: dict[str, Any], status: int = 200) -> "web.Response":

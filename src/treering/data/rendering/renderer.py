@@ -3,12 +3,13 @@
 import json
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date as Date
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -95,13 +96,21 @@ class Renderer:
     Example: `Renderer(tokenizer=None).render([Trajectory(task_id=1, tokens=ids)])[0].tokens` is `ids`.
     """
 
-    def __init__(self, *, tokenizer: Path | None, template: Template = "auto", date: Date | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        tokenizer: Path | None,
+        template: Template = "auto",
+        date: Date | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Store the settings.
 
         Args:
             tokenizer: a Hugging Face tokenizer folder; None if every trajectory has tokens.
             template: chat form.
             date: date in chat templates that write today's date; None for today.
+            variables: values of the chat template's own variables, such as `enable_thinking`.
 
         Raises:
             ConfigError: the template is unknown.
@@ -114,6 +123,7 @@ class Renderer:
         """Requested chat form."""
         self.date = date
         """Date in chat templates that write today's date; None for today."""
+        self._variables = variables
         self.counts = RenderCounts()
         """Counts since the start; `warn` resets those of messages."""
 
@@ -259,7 +269,7 @@ class Renderer:
         if self.template == "auto" and found.get("default", "").endswith(PLAIN_TEMPLATE):
             return None
         if self.template == "hf" or found:
-            return ChatTemplate(folder, date=self.date)
+            return ChatTemplate(folder, date=self.date, variables=self._variables)
         if missing := self._encoder.missing_markers:
             raise ConfigError(
                 f"chats need a chat template, or a tokenizer in which {' and '.join(missing)} are single tokens, and "

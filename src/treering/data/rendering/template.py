@@ -228,6 +228,7 @@ _MARK = "mark-kram"
 _ODD_KEY = "odd-kram"
 """A key that no template reads, so it appears only if a value is printed as it is stored."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 # Other classes of Transformers may have further tokens.
 _CLASSES_WITHOUT_TOKENS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -240,15 +241,19 @@ class ChatTemplate:
     `<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n`.
     """
 
-    def __init__(self, folder: Path, *, date: Date | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, date: Date | None = None, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         """Open the folder.
 
         Args:
             folder: folder of the tokenizer.
             date: date in templates that write today's date; None for today.
+            variables: values of the template's own variables, such as `enable_thinking`.
 
         Raises:
-            ConfigError: the folder has no chat template, or the template needs more than its files.
+            ConfigError: the folder has no chat template, the template needs more than its files, or it does not read
+                one of the variables.
             MissingExtraError: jinja2 is not installed.
         """
         require("a chat template", "jinja2")
@@ -261,6 +266,7 @@ class ChatTemplate:
             )
         self._date = date or Date.today()
         self._named = named_tokens(folder)
+        self._variables = variables
         self._check()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -352,7 +358,11 @@ class ChatTemplate:
         render = compiled(self._templates[name], self._date)
         named = {name: text for name, text in self._named.items() if text is not None}
         return render(
-            messages=plain(records), tools=plain(tools), documents=None, add_generation_prompt=opens_turn, **named
+            messages=plain(records),
+            tools=plain(tools),
+            documents=None,
+            add_generation_prompt=opens_turn,
+            **(named | plain(self._variables)),
         )
 
     def _check(self) -> None:
@@ -367,6 +377,12 @@ class ChatTemplate:
             names = ", ".join(self._templates)
             raise ConfigError(f"of several chat templates one is named default, and {self._folder} has {names}")
         used = set().union(*map(variables, self._templates.values()))
+        for name in self._variables:
+            if name in _OWN_VARIABLES or name not in used:
+                raise ConfigError(
+                    f"a chat template gets values for the variables that it reads, and that of {self._folder} reads "
+                    f"no variable {name!r} of a caller's; remove it"
+                )
         settings = read_settings(self._folder / CONFIG_FILE)
         code = settings.get("auto_map")
         if isinstance(code, list) or (isinstance(code, dict) and code.get("AutoTokenizer")):

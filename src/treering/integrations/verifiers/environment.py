@@ -29,6 +29,7 @@ from treering.rl.environments.environment import Environment, EnvTask, Outcome
 from treering.rl.environments.policy import Call, Policy, Session
 from treering.serving.bodies import Asked
 from treering.serving.server import Caller, Server, ServerSettings
+from treering.serving.stream import WatchAnswer
 from treering.types import TokenIds
 
 Ids = tuple[bytes, bytes]
@@ -114,8 +115,10 @@ class EpisodeSampler:
         """Refuse an episode's calls from now on."""
         self._episodes.pop(identity, None)
 
-    async def sample(self, context: TokenIds, asked: Asked, caller: Caller) -> list[Rollout]:
-        """Sample the answers to a call of an episode.
+    async def sample(
+        self, context: TokenIds, asked: Asked, caller: Caller, watch: WatchAnswer | None = None
+    ) -> list[Rollout]:
+        """Sample the answers to a call of an episode; nothing is watched, as an agent's answers come whole.
 
         Raises:
             StateError: no such episode is running.

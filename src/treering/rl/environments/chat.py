@@ -6,6 +6,7 @@ the messages after it. Any other chat, such as one that summarises its history, 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from datetime import date as Date
 from functools import cached_property
@@ -22,6 +23,7 @@ from treering.data.rendering.template import CONFIG_FILE, Tools, read_settings
 from treering.data.rendering.thoughts import answer_start, has_tags, without_headers
 from treering.data.trajectory import Message, ToolCall
 from treering.engine.stop_strings import Decode
+from treering.errors import ConfigError
 from treering.rl.tasks.text_tokens import TextTokens
 from treering.types import TokenIds
 
@@ -58,6 +60,24 @@ class ChatTokens:
         self.form = Renderer(tokenizer=tokenizer, template=template, date=date)
         """Renderer of chats."""
         self._shows_tools = self.form.chat_template is not None
+
+    def with_variables(self, variables: Mapping[str, Any]) -> "ChatTokens":
+        """Return the same chats with values for the chat template's own variables.
+
+        Raises:
+            ConfigError: the chat template does not read one of them, or chats are in the plain form.
+
+        Example: `with_variables({"enable_thinking": False})` for Qwen3's tokenizer.
+        """
+        if not self._shows_tools:
+            raise ConfigError(f"the plain form of chats has no variables, got {', '.join(variables)}; remove them")
+        other = copy(self)
+        other.form = Renderer(
+            tokenizer=self._folder, template=self.form.template, date=self.form.date, variables=variables
+        )
+        # Check the names before anything is rendered.
+        other.form.chat_template  # noqa: B018
+        return other
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TokenIds:
         """Return the ids of a new chat, int32 [N].

@@ -88,13 +88,13 @@ class TinkerRoutes:
 
         root = "/api/v1/"
 
-        def body(answer: _Answer) -> Callable[["web.Request"], Awaitable["web.Response"]]:
+        def body(answer: _Answer) -> Callable[["web.Request"], Awaitable["web.StreamResponse"]]:
             async def respond(request: "web.Request") -> "web.Response":
                 return web.json_response(await answer(Fields(await help.read_json(request), "the body")))
 
             return help.guarded(respond)
 
-        def path(answer: Callable[..., Any]) -> Callable[["web.Request"], Awaitable["web.Response"]]:
+        def path(answer: Callable[..., Any]) -> Callable[["web.Request"], Awaitable["web.StreamResponse"]]:
             async def respond(request: "web.Request") -> "web.Response":
                 found = answer(*request.match_info.values())
                 return web.json_response(found) if found is not None else web.Response(status=204)
