@@ -1,8 +1,11 @@
 """Forest: sequences merged by token identity into prefix trees, with each distinct token stored once.
 
-A branch is a view: a path of packed indices, found by walking up the parents. An image's placeholders are negative
-tokens that name the image, -(1 + n) for `images[n]`, so that prefixes merge by pixels. Code that does not know images
-cannot embed one by mistake. All tokens of an image are equal, so no branch begins inside one.
+A packed index is a token's place in the arrays of the forest. A branch is stored as the packed index of its last token;
+walking up the parents gives its path.
+
+The placeholders of `images[n]` are stored as the negative token -(1 + n), so prefixes merge only if their pixels are
+equal, and code that ignores images fails instead of embedding a wrong token. The placeholders of an image are equal
+tokens, so branches never diverge inside an image.
 
     N distinct tokens   K branches (the given sequences)   S segments   F flat tokens (the sum of branch lengths)
 """
@@ -30,14 +33,13 @@ class Forest:
 
     Attributes:
         tokens: [N] token ids; -(1 + n) at the placeholders of image n.
-        tokens: [N] token ids; -(1 + n) at the placeholders of image n.
+        parent: [N] packed index of the token before, -1 at a root.
         position: [N] depth, 0 at a root; the RoPE position.
-        subtree_end: [N] one past the last descendant.
+        subtree_end: [N] packed index one past the token's last descendant.
         branch_end: [K] packed index of each branch's last token; equal for duplicates, inside a path for prefixes.
         segment_start: [S] packed index of each segment's first token, ascending.
         segment_parent: [S] segment above, -1 at a root.
-        images: distinct images, empty for text; a part of a forest keeps those of the whole.
-        images: distinct images, empty for text; a part of a forest keeps those of the whole.
+        images: distinct images, empty for text; `trees` and `take_branches` keep all of them.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
@@ -80,15 +82,18 @@ class Forest:
             images: images of each sequence, in order; prefixes with different images do not merge. None for text.
 
         Raises:
-            InputError: a sequence is empty or ragged, an entry is not an integer, an id is out of range, `images` has
-                another number of entries than `sequences`, or an image is not at placeholder tokens.
+            InputError: a sequence is empty or ragged, an entry is not an integer, an id is out of range, `images` and
+                `sequences` differ in length, or an image is not at placeholder tokens.
         """
         _check_iterable(sequences)
         parts = [_as_token_ids(i, sequence) for i, sequence in enumerate(sequences)]
         table = ImageTable()
         if images is not None:
             if len(images) != len(parts):
-                raise InputError(f"images must have one entry per sequence ({len(parts)}), got {len(images)}")
+                raise InputError(
+                    f"images must have one entry for each of {len(parts)} sequences, got {len(images)}; pass [] for one "
+                    "without images"
+                )
             parts = [table.tokens(part, placed) for part, placed in zip(parts, images, strict=True)]
         return cls._merged(parts, table.images)
 
@@ -113,8 +118,8 @@ class Forest:
         `images` holds the images of each sequence, with offsets that do not count padding; see `from_sequences`.
 
         Returns:
-            The forest, and places, int64 [B, T]: the packed index of each token, -1 at padding. `values[places]` brings
-            per-token values of the forest back to the batch; mask out its padding.
+            The forest, and places, int64 [B, T]: the packed index of each token, -1 at padding. `values[places]` gives
+            per-token values of the forest in the shape of the batch; mask out the padding.
 
         Raises:
             InputError: a batch that `split_padded` refuses, or an id out of range.
@@ -296,7 +301,7 @@ def _as_token_ids(index: int, sequence: Sequence[int] | NDArray[np.integer[Any]]
         ids = np.asarray(sequence)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InputError(
-            f"sequence {index} must be a flat list of token ids; it is ragged or not a list ({error})"
+            f"sequence {index} must be a flat list of token ids, and it cannot be read ({error}); pass integers only"
         ) from error
     if ids.ndim != 1:
         raise InputError(f"sequence {index} must be one-dimensional, got shape {ids.shape}: pass a list of sequences")
@@ -338,14 +343,14 @@ class ImageTable:
         return tuple(self._images)
 
     def add(self, image: ImageData) -> int:
-        """Return the number of an image, a new one if its digest is not in the table."""
+        """Return the number of an image; add the image if its digest is not in the table."""
         number = self._number.setdefault(image.digest, len(self._images))
         if number == len(self._images):
             self._images.append(image)
         return number
 
     def tokens(self, tokens: Sequence[int] | NDArray[np.int32], placed: Sequence[PlacedImage]) -> Int32Array:
-        """Return a sequence as int32, with the tokens of its images at their placeholders.
+        """Return a sequence as int32, with -(1 + n) at the placeholders of image n.
 
         Raises:
             InputError: see `check_places`.
@@ -357,7 +362,7 @@ class ImageTable:
         return ids
 
     def renumbered(self, forest: Forest) -> Int32Array:
-        """Return the tokens of a forest, with its images by their numbers in this table."""
+        """Return the tokens of a forest, with the image numbers of this table."""
         numbers = np.array([self.add(image) for image in forest.images], np.int32)
         own = forest.tokens
         # A forest of text has no numbers to look up.
@@ -370,7 +375,7 @@ class PaddedSequences(NamedTuple):
     sequences: list[NDArray[np.integer[Any]]]
     """Integers as given, one array per sequence."""
     real: BoolArray
-    """bool [B, T], True where a token is real; in row-major order these are the sequences one after another."""
+    """bool [B, T], True at real tokens; in row-major order they are the concatenated sequences."""
 
 
 def split_padded(ids: ArrayLike, mask: ArrayLike | None, position_ids: ArrayLike | None) -> PaddedSequences:
@@ -379,12 +384,12 @@ def split_padded(ids: ArrayLike, mask: ArrayLike | None, position_ids: ArrayLike
     Args:
         ids: integers [B, T].
         mask: [B, T], 0 at padding on either side of a row's tokens; None without padding.
-        position_ids: [B, T] or [T]; a row that packs several sequences begins each at a smaller position. None for one
-            sequence per row.
+        position_ids: [B, T] or [T]; a position that does not rise starts the next sequence of a packed row. None for
+            one sequence per row.
 
     Raises:
-        InputError: a shape or dtype differs, padding is between tokens, positions skip, or a row begins inside a
-            sequence.
+        InputError: a wrong shape or dtype, padding between tokens, positions with gaps, or a row whose first position
+            is not 0.
 
     Example: the row [0, 5, 6] with the mask [0, 1, 1] is the sequence [5, 6]; [5, 6, 5, 7] with the positions
     [0, 1, 0, 1] are [5, 6] and [5, 7].
@@ -406,8 +411,8 @@ def split_padded(ids: ArrayLike, mask: ArrayLike | None, position_ids: ArrayLike
     if skipped.size:
         row, column = int(rows[skipped[0]]), int(columns[skipped[0]])
         raise InputError(
-            f"the tokens of a sequence must be next to each other, but row {row} skips before column {column}; move "
-            "the padding to the sides of the row"
+            f"the tokens of a sequence must be contiguous, but row {row} has a gap before column {column}; move "
+            "padding to the sides of the row, and count position_ids without gaps"
         )
     starts = np.flatnonzero(begins)[1:]
     return PaddedSequences(sequences=np.split(tokens[real], starts) if rows.size else [], real=real)
