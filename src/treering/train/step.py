@@ -1,12 +1,13 @@
 """The tree step: take one optimizer batch of forests, and add the exact gradients of its branches to `.grad`.
 
 Log-probs are gathered along each branch, so a loss written for flat sequences works unchanged, and autograd's
-scatter-add through the gather sums the gradients of shared tokens. If an objective needs a whole branch or pair that
-does not fit into one forward, the step runs twice: a pass without gradients gives the loss's gradient with respect to
-every log-prob, and the model's own backward takes these vectors.
+scatter-add through the gather sums the gradients of shared tokens.
 
-`backward` reads from top to bottom: checks, the plan, entries, then `_Passes`, which runs the units of the plan. A
-teacher, router losses and image features are objects that exist only if they are requested.
+If an objective needs a whole branch or pair that does not fit into one forward, the step makes two passes. The first,
+without gradients, gives the loss's gradient with respect to every log-prob; the second takes that gradient back through
+the model.
+
+`backward` checks its arguments, plans micro-batches and flattens entries; `_Passes` then runs the units of the plan.
 """
 
 import time
@@ -55,9 +56,9 @@ from treering.tree.partition import PartitionedTree
 from treering.tree.plan import MicroBatch, Plan, plan_batch
 
 FILL_TOKENS = MappingProxyType({"cpu": 2048})
-"""Tokens per micro-batch under a larger `max_tokens`, by device: smaller trees are combined up to it, and larger trees
-are cut into partitions if that costs nothing. A CPU is busy with fewer tokens, and larger tensors are allocated on
-fresh pages each time: steps with 8,192 tokens took 6 to 25 % longer than with 2,048 (8 layers of 512)."""
+"""Tokens per micro-batch by device, used if `max_tokens` is larger. Smaller trees are combined up to this size, and
+larger ones are cut to it if the cut needs no extra pass. On a CPU 2,048 tokens keep every core busy, and larger tensors
+are allocated on fresh pages each time: steps with 8,192 tokens took 6 to 25 % longer (8 layers of 512)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +66,8 @@ class BackwardResult:
     """Result of a tree step.
 
     Attributes:
-        loss: the objective over the whole batch (this rank's share, if ranks share denominators), plus router losses.
+        loss: the objective over the whole batch, or this rank's share of it if ranks share denominators, plus router
+            losses.
         num_trained_tokens: trained entries, counted per branch; under `once` a shared token counts once.
         averages: the objective's metrics, averaged over trained entries (over pairs for dpo); with router losses also
             `router_balance`, `router_z` and `expert_load_max` over all ranks (see `Routing.metrics`).
@@ -116,20 +118,20 @@ def backward(
 ) -> BackwardResult:
     """Add the objective's gradients to `.grad`, equal to those of training every branch as a flat sequence.
 
-    Enters `tree_attention`, also of a teacher, unless the caller is already inside it. Denominators cover the whole
-    batch, so `max_tokens` changes memory and rounding, never the gradient. A tree over the budget runs in partitions;
-    the activations of partitions with children are kept if they fit into free memory, else computed twice.
+    The call enters `tree_attention` for the model and a teacher, unless the caller has. Denominators cover the whole
+    batch, so `max_tokens` changes memory and rounding, never the gradient. A tree larger than `max_tokens` runs in
+    partitions; activations of partitions with children are kept if free memory allows, and recomputed otherwise.
 
     Args:
         model: a supported Hugging Face causal language model, a PEFT model of one, or the bound form of either; on
-            several ranks, the model that `treering.ranks.prepare` got.
-        forests: the optimizer batch, on several ranks this rank's share. Per-branch values of the objective follow the
-            order of forests, then sequences.
+            several ranks, the model that was passed to `treering.ranks.prepare`.
+        forests: the optimizer batch; on several ranks, this rank's share of it. Per-branch values of the objective
+            follow the order of forests, then sequences.
         objective: an objective from `treering.objectives`.
         max_tokens: most distinct tokens per micro-batch and partition; fewer are used where that is faster
             (`FILL_TOKENS`). None runs everything at once. "auto" on CUDA divides free memory by measured bytes per
-            token, and takes the smallest number of any rank; a single rank halves it with a warning if memory still
-            runs out. Elsewhere "auto" is 16,384.
+            token, and takes the minimum over ranks; a single rank halves it with a warning if memory still runs out.
+            Elsewhere "auto" is 16,384.
         temperature: divides the logits, as at sampling time.
         value_head: maps hidden states [R, C] to values [R, 1], for objectives that train one; its gradients are added
             too.
@@ -148,11 +150,11 @@ def backward(
             gradient has been added.
         ConfigError: options that contradict each other.
         StateError: gradients are switched off, or no parameter requires one; several ranks run and the model is not
-            prepared, or another rank has other passes or refuses its share.
+            prepared, or another rank runs different passes or rejects its inputs.
         UnsupportedError: a model whose gradients would not be exact; router losses of a model without routers, or under
             reentrant gradient checkpointing.
 
-        Any other error, such as a lack of memory, may leave part of the gradients: clear them before going on.
+        Any other error, such as running out of memory, may leave partial gradients: clear them before the next step.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
@@ -161,7 +163,7 @@ def backward(
         (4, 0.333)
     """
     if not isinstance(forests, Iterable | Forest):
-        raise InputError(f"expected a Forest or several, got {forests!r}; make one with Forest.from_sequences")
+        raise InputError(f"expected a Forest or several, got {forests!r:.80}; make one with Forest.from_sequences")
     forests = [forests] if isinstance(forests, Forest) else list(forests)
     given = model if isinstance(model, TreeModel) else without_ddp(model)
     module = given.model if isinstance(given, TreeModel) else given
@@ -192,7 +194,7 @@ def backward(
         inside = nullcontext() if is_active(model) else tree_attention(model, backend)
         teaching = nullcontext() if teacher is None else teacher.active()
         reducing = _reduced_over_ranks(team, model, value_head)
-        with inside, teaching, router_hooks(routers), _casting_anew(model.device), reducing as before_last:
+        with inside, teaching, router_hooks(routers), _without_cast_cache(model.device), reducing as before_last:
             model = with_features(model, forests)
             batch = flatten_batch(entries, objective, team.group.sum)
             routing = None
@@ -246,12 +248,12 @@ def backward(
         routers = None if router_losses is None else find_routers(bound)
         inside = nullcontext() if is_active(bound) else tree_attention(bound, backend)
         # Compiled layers keep the hooks of their first forward.
-        with inside, router_hooks(routers), _casting_anew(bound.device):
+        with inside, router_hooks(routers), _without_cast_cache(bound.device):
             return tokens_that_fit(bound, weights, team.mode)
 
     if team.group.size > 1:
         tokens = fewest_on_ranks(team.group, first)
-        # Ranks in step cannot cut a tree, and a memory estimate is not a reason to refuse one.
+        # Ranks that run the same passes cannot cut a tree, so an estimate that is too low for one gives way.
         largest = max((forest.num_tokens for forest in forests), default=0) if team.mode == "sharded" else 0
         return step(max(tokens, min(largest, DEFAULT_TOKENS)))
     return run_by_memory(TreeModel.of(given), weights, step, first)
@@ -322,7 +324,7 @@ def _check_inputs(
     if ("value" in objective.needs) != (value_head is not None):
         raise InputError(
             f"a value head must be given if and only if the objective trains one; {objective.name} "
-            + ("does, and value_head is None" if value_head is None else "does not: leave it out, or give ppo returns")
+            + ("does: pass one" if value_head is None else "does not: set value_head=None, or pass returns to ppo")
         )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise StateError("backward needs gradients, and they are switched off here; leave no_grad or inference_mode")
@@ -346,9 +348,11 @@ def _count_passes(plan: Plan, objective: Objective) -> int:
     """
     units = units_of(plan)
     if plan.partitioned or _crossing(units, objective):
+        num_cut = len(plan.partitioned)
         raise ConfigError(
-            f'ranks="sharded" needs whole trees and pairs, and max_tokens={plan.max_tokens} cuts '
-            f'{len(plan.partitioned)} of them or separates pairs; set ranks="gathered", or raise max_tokens'
+            f'ranks="sharded" needs whole trees and pairs, and max_tokens={plan.max_tokens} '
+            f"{f'cuts {num_cut} of the trees' if num_cut else 'puts the branches of a pair into two micro-batches'}; "
+            'set ranks="gathered", or raise max_tokens'
         )
     return len(units)
 
@@ -374,18 +378,19 @@ def _nothing() -> None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Passes:
-    """Forwards and backwards of a step, with the sums of losses and metrics that they leave.
+    """Forwards and backwards of a step, with the sums of their losses and metrics.
 
     Attributes:
         objective: objective of the step.
         batch: all entries of the step.
-        scorer: the model; the caller is inside `tree_attention`, also of the teacher.
+        scorer: scores tokens with the model; the caller has entered `tree_attention` for it and for the teacher.
         units: micro-batches and partitioned trees, in order.
         selected: the trained entries of each unit.
-        min_passes: least number of passes of a rank in step, which then runs every unit, trained or not; else 0.
+        min_passes: number of passes to reach with empty ones, for ranks that run the same passes; else 0. If positive,
+            a unit without trained entries runs an empty pass too.
         teacher: teacher of a distillation.
         on_progress: see `backward`.
-        before_last: called before the last backward, if the plan knows it.
+        before_last: called before the last backward, unless empty passes may follow it.
     """
 
     objective: Objective
@@ -433,10 +438,13 @@ class _Passes:
         self._progress = PhaseProgress(phase, num_tokens, self.on_progress)
 
     def _score_first(self) -> dict[int, EdgeScores]:
-        """Score, without gradients, whatever a backward must know first.
+        """Run the passes without gradients whose results the backwards need.
 
-        Return by unit, for units that hold only part of a branch or pair, the loss's gradient with respect to every
-        score, [N] each. All units are counted if the load of the routers is needed.
+        A balance loss needs the routers' load over all units before the first backward.
+
+        Returns:
+            By unit, for units that hold only part of a branch or pair: the loss's gradient with respect to each score,
+            [N].
         """
         crossing = _crossing(self.units, self.objective)
         routing = self.scorer.routing
@@ -606,14 +614,14 @@ def _sum(scalars: Sequence[Tensor]) -> float:
 
 
 @contextmanager
-def _casting_anew(device: torch.device) -> Iterator[None]:
-    """Make autocast of torch 2.10 cast weights in every pass.
+def _without_cast_cache(device: torch.device) -> Iterator[None]:
+    """Switch off autocast's cache of cast weights before torch 2.11.
 
-    Its cache would keep the casts of a pass without gradients, and the next pass would train none of them.
+    A pass after one without gradients would reuse its casts, and give these weights no gradient.
     """
     before = torch.is_autocast_cache_enabled()
-    is_anew = torch.__version__ < "2.11" and torch.is_autocast_enabled(device.type)
-    torch.set_autocast_cache_enabled(before and not is_anew)
+    is_stale = torch.__version__ < "2.11" and torch.is_autocast_enabled(device.type)
+    torch.set_autocast_cache_enabled(before and not is_stale)
     try:
         yield
     finally:
@@ -626,11 +634,11 @@ def _reduced_over_ranks(
 ) -> Iterator[Callable[[], None]]:
     """Reduce gradients over ranks after the passes of a step, which run inside this context and `tree_attention`.
 
-    Yield a function to call before the last backward, after which no rank sums anything else in the block: models that
-    every rank holds whole are then summed while it runs.
-
     Sharded weights are reduced by their units: in every pass, or at the end. Weights that every rank holds whole, such
     as those of a value head or of a model inside DDP, are summed at the end.
+
+    Yield a function to call before the last backward. Whole weights are then summed while that backward runs, so no
+    rank may sum anything else until the block ends.
 
     Raises:
         UnsupportedError: a sharded value head.
@@ -656,7 +664,7 @@ def _reduced_over_ranks(
             summed(weights, team.group) as before_last,
             gathered(units if team.mode == "gathered" else (), zero),
         ):
-            # Units communicate between the gradient of one weight and the next.
+            # Sharded units communicate during the backward, where the sums of whole weights would mix with theirs.
             yield _nothing if units else before_last
     except BaseException:
         reset(units)
