@@ -152,7 +152,7 @@ def test_bounds_of_packed_sequences_that_positions_do_not_repeat_are_refused(pos
     treering.patch(model)
     packed = {"input_ids": torch.tensor([PROMPT + PROMPT]), "cu_seq_lens_q": torch.tensor([0, 4, 8, 8])}
     model(**packed, position_ids=torch.arange(4).repeat(2)[None])
-    with pytest.raises(InputError, match="cu_seq_lens_q has 2 sequences, and position_ids 1"):
+    with pytest.raises(InputError, match="cu_seq_lens_q has 2 sequences, and position_ids have 1"):
         model(**packed, position_ids=positions)
 
 

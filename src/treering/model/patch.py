@@ -1,4 +1,4 @@
-"""Run a model's decoder and fused head on trees wherever a padded batch comes in, without changing its caller.
+"""Run a model's decoder and fused head on trees whenever they get a padded batch, without changing the caller.
 
 A trainer calls `model(input_ids, attention_mask, labels)` with a batch [B, T]. The patched decoder merges the rows into
 a forest, computes each distinct token once, and returns hidden states in the shape of the batch. So losses, logged
@@ -36,7 +36,7 @@ from treering.ranks.group import check_images_together
 from treering.tree.forest import Forest, split_padded
 
 When = Literal["training", "always"]
-"""Calls that run on trees: those of a model in training mode, or all. Generation with a cache never does."""
+"""Which calls run on trees: those in training mode, or all. Generation with a cache never does."""
 
 IGNORED_LABEL = -100
 _PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"})
@@ -52,7 +52,7 @@ _REFUSED = MappingProxyType(
 _CACHES = frozenset({"cache", "past_key_values"})
 """Arguments with a decoder's cache: transformers has "cache" since 5.24."""
 _OWN = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict"}) | _CACHES
-"""Arguments that are replaced for the decoder."""
+"""Arguments that the patch sets itself when it calls the decoder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,11 +87,11 @@ class TreeCounts:
     num_flat_tokens: int = 0
     """Real tokens of their batches."""
     num_tokens: int = 0
-    """Distinct tokens, which were computed."""
+    """Distinct tokens, each computed once."""
 
     @property
     def token_ratio(self) -> float:
-        """Flat tokens per computed token, 1.0 without calls: the token bound on the speedup."""
+        """Flat tokens per computed token, an upper bound on the speedup; 1.0 without calls."""
         return self.num_flat_tokens / self.num_tokens if self.num_tokens else 1.0
 
     def with_call(self, forest: Forest) -> "TreeCounts":
@@ -117,12 +117,12 @@ class TreePatch:
         """Patch a model; see `patch`."""
         parts = TreeModel.of(model, calls_modules=True)
         self._compile = parts.compile_part
-        # Wrappers around the model have already been entered when its decoder is called.
+        # The decoder is called inside wrappers such as PEFT's, so it is bound to the model without them.
         self._model = TreeModel.of(parts.causal_lm, calls_modules=True)
         check_no_dropout(parts)
         check_embedding_hooks(parts)
         self._vision = parts.vision
-        # An image model embeds images in a module around its decoder, and that module gets the batch.
+        # In an image model, a module around the decoder gets the batch and embeds its images.
         self._decoder: Any = parts.decoder if parts.vision is None else parts.vision.model
         self._vocab_size = parts.vocab_size
         for module in (parts.causal_lm, self._decoder):
@@ -162,7 +162,7 @@ class TreePatch:
 
     @contextmanager
     def flat(self) -> Iterator[None]:
-        """Run the model as the stock one inside the context."""
+        """Run the stock model, without trees, inside the context."""
         before, self._is_flat = self._is_flat, True
         try:
             yield
@@ -171,14 +171,14 @@ class TreePatch:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Run calls on trees inside the context without counting them."""
+        """Do not count calls inside the context."""
         before = self._counts
         try:
             yield
         finally:
             self._counts = before
 
-    # Compilers cannot trace how batches become forests; the decoder or its layers are compiled if the model was.
+    # torch.compile cannot trace the merge into a forest. If the model was compiled, its decoder or layers still are.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_decoder(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scored = self._scored
@@ -200,7 +200,7 @@ class TreePatch:
     def _on_forest(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
         """Return the decoder's output with states [1, N, C], and router logits in the shape of the batch."""
         forest = batch.forest
-        # A trainer may have changed the model since then: sharded it, moved it, or given it other adapters.
+        # A trainer may have sharded or moved the model since the patch, or given it other adapters.
         self._model = parts = TreeModel.of(self._model, calls_modules=True)
         if self._vision is not None:
             check_forest(forest, parts)
@@ -221,7 +221,7 @@ class TreePatch:
                 **options,
             )
         if self._vision is not None:
-            # Inputs of the model's head besides the states, before transformers 5.24 and since.
+            # The model's head also reads these fields, whose names changed in transformers 5.24.
             output.image_hidden_states = output.image_outputs = output.video_outputs = None
         if getattr(output, "router_logits", None) is not None:
             layers: Any = output.router_logits
@@ -273,7 +273,7 @@ class TreePatch:
                 raise UnsupportedError(f"a model that runs on trees does not support {name}: {why}; remove it")
         if len(args) > 1 or ids is None:
             raise UnsupportedError(
-                "a model that runs on trees needs input_ids, with all other arguments passed by name"
+                "a model that runs on trees needs input_ids; pass it, and every other argument by name"
             )
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
@@ -295,8 +295,8 @@ def patch(
 ) -> TreePatch:
     """Make a model run on trees from its next call on, for any trainer with padded batches.
 
-    Rows of a batch with the same beginning are computed once, forward and backward, and every output has the shape of
-    the batch. Padding may be on either side; rows may pack several sequences, marked by position ids. Hidden states at
+    A prefix that rows of a batch share is computed once, forward and backward, and every output has the shape of the
+    batch. Padding may be on either side; a row may pack several sequences, marked by position ids. Hidden states at
     padding are 0. A model with TRL's fused head scores each distinct pair of token and label once.
 
     Gradients are exact with DDP around the model, autocast, gradient checkpointing and PEFT. Patch the model before DDP
@@ -306,7 +306,7 @@ def patch(
         model: a supported Hugging Face causal language model, or a PEFT model of one.
         backend: see `tree_attention`.
         when: see `When`.
-        mode_of: model whose training mode counts, such as the policy for its reference; None for `model` itself.
+        mode_of: model whose training mode `when` refers to; for a reference, the policy. None: `model` itself.
 
     Raises:
         UnsupportedError: a model whose results would not be exact; names the reason.
@@ -322,12 +322,12 @@ def patch(
 
 
 def _check_bounds(bounds: Tensor | None, forest: Forest) -> None:
-    """Refuse bounds of packed sequences that position ids do not repeat: sequences would attend to each other."""
+    """Refuse packed sequences that position ids do not separate, and that would attend to each other."""
     num_sequences = forest.num_branches if bounds is None else int((bounds.diff() > 0).sum())
     if num_sequences != forest.num_branches:
         raise InputError(
-            f"cu_seq_lens_q has {num_sequences} sequences, and position_ids {forest.num_branches}; give position_ids "
-            "that begin at 0 with each sequence"
+            f"cu_seq_lens_q has {num_sequences} sequences, and position_ids have {forest.num_branches}; pass "
+            "position_ids that begin at 0 in each sequence"
         )
 
 
@@ -352,8 +352,8 @@ def _spread(values: Float[Tensor, "N C"], places: NDArray[np.int64]) -> Float[Te
 
 
 MAX_CPU_LOGITS = 2**23
-"""Most logits of one call of the head on CPU: 32 MiB in float32. Larger temporaries come from fresh pages each time:
-with them TRL's head took 1.65 s for 768 pairs and 32,000 tokens, without them 0.95 s (one thread)."""
+"""Most logits of one call of the head on CPU: 32 MiB in float32. Larger temporaries are allocated on fresh pages each
+time: for 768 pairs and a vocabulary of 32,000 TRL's head took 1.65 s with them, 0.95 s without (one thread)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -365,7 +365,7 @@ class LabelPairs:
     labels: Tensor
     """int64 [E], the labels."""
     inverse: Tensor
-    """int64 [L], index of the pair of each label of the batch, row-major."""
+    """int64 [L], for each label of the batch in row-major order, the index of its pair."""
 
 
 def label_pairs(places: NDArray[np.int64], labels: Tensor, mask: Tensor) -> LabelPairs:
@@ -374,7 +374,7 @@ def label_pairs(places: NDArray[np.int64], labels: Tensor, mask: Tensor) -> Labe
     Args:
         places: int64 [B, T], packed index of each token, -1 at padding.
         labels: int64 [B, T], not shifted.
-        mask: bool [B, T - 1], which labels from the second column on count.
+        mask: bool [B, T - 1], True where a label of `labels[:, 1:]` counts.
 
     Raises:
         InputError: a label without a token before it.
@@ -406,13 +406,13 @@ def parts_of(pairs: LabelPairs, vocab_size: int) -> list[slice]:
 
 
 def as_batch(outputs: Sequence[Any], pairs: LabelPairs, mask: Tensor, num_items: Any) -> Any:
-    """Combine a fused head's outputs of E pairs to that of the batch: fields per label, and the loss over all labels.
+    """Combine a fused head's outputs for E pairs into one for the batch: fields per label, and the loss over all.
 
     Args:
         outputs: records with `loss`, `log_probs` [1, pairs of the part] and others, in order.
         pairs: the pairs that were scored.
         mask: bool [B, T - 1], as for `label_pairs`.
-        num_items: number by which the head divided its losses.
+        num_items: number by which the head divides its loss.
 
     Raises:
         UnsupportedError: an output is not such a record.
@@ -449,7 +449,7 @@ _MARK = "_treering_patch"
 
 
 def is_replaced(module: Any) -> bool:
-    """Return whether `replace_forward` replaced the forward of the module or a wrapper of it, and it still is."""
+    """Return whether a replacement by `replace_forward` is active on the module, under any wrappers of its forward."""
     forward = module.forward
     while forward is not None:
         if getattr(forward, _MARK, False):
@@ -461,7 +461,7 @@ def is_replaced(module: Any) -> bool:
 def replace_forward(module: Any, run: Callable[..., Any]) -> Callable[[], None]:
     """Replace a module's forward; return a function that restores it.
 
-    A library may wrap the replacement, as Accelerate does for autocast: then the wrapper stays, and calls the original.
+    If a library has wrapped the replacement, as Accelerate does for autocast, the wrapper stays and calls the original.
 
     Args:
         module: module whose `forward` is replaced.
