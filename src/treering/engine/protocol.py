@@ -70,7 +70,7 @@ class Rollout:
     branched_from: int | None = None
     """Sample index of the rollout that it branched from; None if it did not branch."""
     num_shared: int = 0
-    """Number of leading tokens of a branch that come from that rollout, with its log-probs and versions."""
+    """Number of leading tokens copied from that rollout, with its log-probs and versions."""
     call: int | None = None
     """Id of the call, as in `Request.call`."""
 
@@ -135,8 +135,7 @@ class Rollout:
         """
         if not 0 <= num_tokens <= self.num_tokens:
             raise InputError(
-                f"a branch must begin within its rollout, got num_tokens={num_tokens} for {self.num_tokens} tokens; "
-                "lower it"
+                f"num_tokens of a branch must be from 0 to its rollout's {self.num_tokens}, got {num_tokens}; correct it"
             )
         if sample == self.sample:
             raise InputError(
@@ -185,19 +184,19 @@ class Request:
     so_far: Rollout | None = None
     """The rollout of this key to continue: after an observation, an abort or a migration, or a `Rollout.branch`."""
     images: tuple[PlacedImage, ...] = ()
-    """Images in order, at the model's placeholders in the prompt, which must continue after the last one."""
+    """Images in order, at their placeholders in the prompt; at least one token must follow the last image."""
     call: int | None = None
     """Id of this call (`noise.call_id`) of the episode that `sample` names; None for a plain rollout."""
     rehearsed: TokenIds | None = None
-    """int32 [R], result of `Engine.take_rehearsals` for this key: the rollout's tokens from its first on, which are
-    drawn again many at a time. Wrong ones cost time but change no token."""
+    """int32 [R], the rollout's first tokens as `Engine.take_rehearsals` returned them for this key. The engine draws them
+    again, many per pass; wrong ones cost time but change no result."""
 
     def __post_init__(self) -> None:
         self._convert(self.prompt_id, self.prompt)
         if self.rehearsed is not None:
             object.__setattr__(self, "rehearsed", _as_rehearsed(self.rehearsed))
         check_prompt(self.prompt_id, self.prompt)
-        # Copied, because engines look prompts up by their tokens while they run, and callers reuse their buffers.
+        # Copied, because engines look prompts up by their tokens, and a caller may reuse its buffer.
         prompt = self.prompt.astype(np.int32)
         prompt.flags.writeable = False
         object.__setattr__(self, "prompt", prompt)
@@ -256,7 +255,7 @@ def _as_rehearsed(tokens: object) -> TokenIds:
             f"rehearsed tokens must be a one-dimensional array of token ids, got {found.dtype} of shape {found.shape}; "
             "use the result of take_rehearsals"
         )
-    # Ids outside every vocabulary end the tokens that are drawn again.
+    # An id outside the vocabulary cannot be drawn again, so verification ends before it.
     return found.clip(-1, MAX_TOKEN_ID).astype(np.int32)
 
 
@@ -449,9 +448,9 @@ class Engine(ABC):
         """
 
     def refresh_history(self) -> None:  # noqa: B027
-        """Read history that was published since; called after every publication that other processes may miss.
+        """Read newly published history; called after each publication, which other processes do not see themselves.
 
-        Does nothing if the drafter reads the history in this process.
+        An engine whose drafter reads the history in this process does nothing.
         """
 
     @property
@@ -470,8 +469,8 @@ class Engine(ABC):
     def rehearse(self, requests: Iterable[Request]) -> None:  # noqa: B027
         """Sample later rollouts early, with their own noise, until the weights change.
 
-        They use rows and memory that nothing else needs, and give them back when something does. No step returns them,
-        and only `EngineStats.num_rehearsed` counts them. Engines without rehearsals do nothing.
+        Rehearsals take idle rows and free memory, and give both back to the first request that needs them. No step
+        returns them, and only `EngineStats.num_rehearsed` counts them. An engine without rehearsals does nothing.
 
         Raises:
             InputError: as `submit` does.

@@ -56,8 +56,9 @@ from treering.types import TokenIds
 class TorchEngine(Engine):
     """Engine that samples rollouts of a model in this process.
 
-    It computes with a snapshot of the weights, taken now and at each `update_weights`. Results do not depend on
-    drafter, batch or order (law 5): exactly in float64, up to near-ties in float32, in distribution in bfloat16.
+    The engine computes with a snapshot of the weights, taken at the start and at each `update_weights`. Results do not
+    depend on drafter, batch or order (law 5): exactly in float64, up to near-ties in float32, in distribution in
+    bfloat16.
 
     Example:
         >>> engine = TorchEngine(model, max_batch=8)                                             # doctest: +SKIP
@@ -93,8 +94,8 @@ class TorchEngine(Engine):
             seed: seed of the noise.
             version: policy version of the current weights.
             decode: turns tokens into text, for stop strings.
-            num_threads: torch threads during a step; None: a number that fits the model (`fitting_threads`), and with
-                measured costs one thread for a while if passes suddenly take far longer.
+            num_threads: torch threads during a step. None: a number that fits the model (`fitting_threads`); on CPU,
+                unless costs="none", one thread for a while after passes that suddenly take far longer.
             backend: which decoder to use, see `Backend`.
             costs: where pass costs come from, see `Costs` and `ObservedCosts`; not used without a drafter.
 
@@ -137,13 +138,13 @@ class TorchEngine(Engine):
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
         is_cpu = self._weights.device.type == "cpu"
-        # A small model's steps are shorter than the time slices of other processes on the same core.
+        # A small model's step is shorter than another process's time slice on the core, so wall time is noise.
         self._clock = time.process_time if is_cpu and isinstance(costs, ObservedCosts) else time.perf_counter
         self.shares_rows = is_cpu
-        """Whether rows with equal tokens are computed once; on other devices one more token costs a pass nothing."""
+        """Whether rows with equal tokens are computed once. True on CPU; on a GPU one more row costs a pass nothing."""
         self.use_drafter(drafter)
         self._decode = decode
-        # Another number of threads may round differently, so without a clock it stays fixed.
+        # Another number of threads may round differently, so it stays fixed with costs="none".
         is_free = num_threads is None and is_cpu and costs != "none"
         self._threads = PassThreads(num_threads or fitting_threads(self._parts.model), is_free=is_free)
         self._version = version
@@ -156,7 +157,7 @@ class TorchEngine(Engine):
 
     @property
     def keeps(self) -> Keeps:
-        """What stays: "tokens" in float64 and float32, "distribution" in narrower types, where some 1 % flip."""
+        """"tokens" in float64 and float32; "distribution" in narrower types, where rounding flips about 1 % of them."""
         return "tokens" if self._weights.dtype.itemsize >= torch.float32.itemsize else "distribution"
 
     @property
@@ -191,7 +192,7 @@ class TorchEngine(Engine):
 
     @property
     def row_price(self) -> float:
-        """Cost of a rehearsed token relative to a decoded one; a careful guess where passes wait for weights."""
+        """Cost of a rehearsed token relative to a decoded one; on a GPU a cautious guess."""
         return 1.0 if self.shares_rows else 0.4
 
     @property
@@ -219,7 +220,7 @@ class TorchEngine(Engine):
         if not self._waiting:
             self._rehearsals.start()
         ended = self._advance() if self._table.num_rows else []
-        # Only after the pass, which may fail.
+        # Taken after the pass: if it fails, a later step returns them.
         finished, self._undelivered = self._undelivered, []
         return finished + ended
 
@@ -263,15 +264,15 @@ class TorchEngine(Engine):
         sees_same = self._vision is None or vision is None or self._vision.is_current(vision)
         if not sees_same or not self._weights.is_current(self._parts):
             raise InputError(
-                f"the weights have changed since version {self._version}, and a version must name one set; call "
-                f"update_weights({self._version + 1})"
+                f"a version must name one set of weights, and the weights have changed since version {self._version}; "
+                f"call update_weights({self._version + 1})"
             )
 
     def use_drafter(self, drafter: Drafter | None) -> None:
         """Switch to another drafter, or to none, from the next step on; results do not change."""
         if drafter is not None and not isinstance(drafter, Drafter):
             raise ConfigError(
-                f"drafter must be a treering.Drafter, or None to draft nothing, got {drafter!r}; make one"
+                f"drafter must be a treering.Drafter, or None to draft nothing, got {drafter!r:.80}; pass one of these"
             )
         self._speculation = Speculation(drafter, vocab_size=self._parts.vocab_size, costs=self._settings.costs)
 
@@ -308,7 +309,7 @@ class TorchEngine(Engine):
             with threads(self._threads.count):
                 return self._run_pass()
         except BaseException:
-            # Prompts are marked as computed, and drafts as moved, before the pass does it.
+            # Prompts are marked as computed, and drafts as moved, before the pass that does the work.
             self._table.invalidate()
             raise
 
@@ -319,7 +320,7 @@ class TorchEngine(Engine):
             self._speculation.use_costs(self.measure_costs())
         chunks = plan_chunks(table.prefixes.incomplete(), self._settings.max_prefill)
         if chunks:
-            # A pass writes all keys before any token reads, so rows can run with the last chunk of their prefix.
+            # A pass writes all keys before any token reads them, so a row can join the last chunk of its prefix.
             table.mark_ready()
         num_prefilled = sum(chunk.num_tokens for chunk in chunks)
         leaders = leaders_of(table.columns, table.num_rows) if self.shares_rows else np.arange(table.num_rows)
@@ -329,7 +330,7 @@ class TorchEngine(Engine):
         )
         has_chain = np.zeros(table.num_rows, bool)
         has_chain[list(chains)] = True
-        # A duplicate would be sampled along the tokens that another row rehearsed.
+        # A row with rehearsed tokens leads itself: only its own logits follow them.
         leaders[has_chain] = np.flatnonzero(has_chain)
         is_alone = not chains and not is_early.any()
         is_steady = is_alone and not chunks
@@ -360,7 +361,7 @@ class TorchEngine(Engine):
             self._speculation.give_feedback(own)
             reasons = self._finish_reasons(inputs.rows, committed)
         except BaseException:
-            # Undo: sampling again gives the same tokens.
+            # Undo the commit; sampling again gives the same tokens.
             table.columns.num_tokens[inputs.rows] = num_tokens
             raise
         counts = counts_of(inputs, own, drafts, num_prefilled, is_early)
@@ -369,7 +370,7 @@ class TorchEngine(Engine):
             self._counts[name] += count
         if counts["num_prefilled"] == 0 and is_steady:
             self._speculation.note_step(committed, num_waiting=len(self._waiting), seconds=self._clock() - started)
-        # Last row first, because removing a row moves only rows that are already handled.
+        # Last row first, so that the row which takes a removed one's place has been handled already.
         ended = [self._remove_row(row, reason) for row, reason in reversed(reasons.items())][::-1]
         return [rollout for rollout in ended if not self._rehearsals.note_ended(rollout)]
 
