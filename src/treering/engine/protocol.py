@@ -135,7 +135,8 @@ class Rollout:
         """
         if not 0 <= num_tokens <= self.num_tokens:
             raise InputError(
-                f"num_tokens of a branch must be from 0 to its rollout's {self.num_tokens}, got {num_tokens}; correct it"
+                f"num_tokens of a branch must be from 0 to the {self.num_tokens} of its rollout, got {num_tokens}; "
+                "correct it"
             )
         if sample == self.sample:
             raise InputError(
@@ -188,8 +189,8 @@ class Request:
     call: int | None = None
     """Id of this call (`noise.call_id`) of the episode that `sample` names; None for a plain rollout."""
     rehearsed: TokenIds | None = None
-    """int32 [R], the rollout's first tokens as `Engine.take_rehearsals` returned them for this key. The engine draws them
-    again, many per pass; wrong ones cost time but change no result."""
+    """int32 [R], the rollout's first tokens as `Engine.take_rehearsals` returned them for this key. The engine draws
+    them again, many per pass; wrong ones cost time but change no result."""
 
     def __post_init__(self) -> None:
         self._convert(self.prompt_id, self.prompt)

@@ -157,7 +157,7 @@ class TorchEngine(Engine):
 
     @property
     def keeps(self) -> Keeps:
-        """"tokens" in float64 and float32; "distribution" in narrower types, where rounding flips about 1 % of them."""
+        """What stays: "tokens" in float64 and float32; "distribution" below, where rounding flips about 1 % of tokens."""
         return "tokens" if self._weights.dtype.itemsize >= torch.float32.itemsize else "distribution"
 
     @property

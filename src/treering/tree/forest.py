@@ -91,8 +91,8 @@ class Forest:
         if images is not None:
             if len(images) != len(parts):
                 raise InputError(
-                    f"images must have one entry for each of {len(parts)} sequences, got {len(images)}; pass [] for one "
-                    "without images"
+                    f"images must have one entry for each of {len(parts)} sequences, got {len(images)}; pass [] for a "
+                    "sequence without images"
                 )
             parts = [table.tokens(part, placed) for part, placed in zip(parts, images, strict=True)]
         return cls._merged(parts, table.images)
