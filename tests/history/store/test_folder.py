@@ -122,7 +122,7 @@ def test_opening_with_tighter_limits_keeps_the_newest_and_cleans_the_folder(tmp_
 def test_a_path_that_is_not_a_folder_is_refused_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(StateError, match="give another path, or None"):
+        with pytest.raises(StateError, match="choose another path, or None"):
             HistoryStore(path)
 
 
@@ -134,7 +134,7 @@ store = HistoryStore(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
-REFUSED = "one HistoryStore at a time may write a folder, and .* close it, .* HistoryReader"
+REFUSED = "one HistoryStore at a time may write a folder, and .* close that, .* HistoryReader"
 
 
 def in_a_fork(work: Callable[[], None]) -> bool:

@@ -28,7 +28,7 @@ RolloutKey: TypeAlias = tuple[PromptId, int]
 
 _MAX_VERSION = int(np.iinfo(np.int32).max)
 _SLACK_BYTES = 1 << 20
-"""Dead bytes that a folder may always hold, whatever the size of the history."""
+"""Unused bytes that a folder may hold however small the history is."""
 
 
 class HistoryStore(Closing):
@@ -114,7 +114,7 @@ class HistoryStore(Closing):
     def publish(self) -> None:
         """Make added rollouts visible, drop the oldest beyond the budget, and write the changes to the folder.
 
-        A folder that cannot be written costs one warning; the next publish tries again.
+        If the folder cannot be written, this warns once and keeps the changes; the next publish writes them.
 
         Raises:
             StateError: the store is closed, or this process was forked from the one that opened it.
@@ -145,22 +145,21 @@ class HistoryStore(Closing):
         """Write the published rollouts, or one of the store's earlier snapshots, as one file.
 
         Raises:
-            StateError: the file cannot be written; an older one of that name is unchanged.
+            StateError: the file cannot be written; an existing file of that name stays unchanged.
         """
         try:
             write_file(Path(file), (self._snapshot if snapshot is None else snapshot).items(), is_whole=True)
         except OSError as error:
             raise StateError(
-                f"a history could not be saved to {file} ({error.strerror}); create its folder, free space or give a "
-                "folder that can be written, and save again"
+                f"a history could not be saved to {file} ({error.strerror}); create its folder, free disk space or choose "
+                "a writable folder, and save again"
             ) from error
 
     @classmethod
     def load(cls, file: Path, *, max_bytes: int = 1 << 30, max_epochs: int = 2) -> "HistoryStore":
         """Return a store in memory with the contents of a saved file: the same limits give the same snapshot.
 
-        A missing or damaged file costs one warning and gives an empty store. A damaged prompt costs one and is dropped
-        (law 7).
+        A missing or damaged file gives an empty store, and a damaged prompt is dropped, with one warning each (law 7).
         """
         store = cls(max_bytes=max_bytes, max_epochs=max_epochs)
         store._open(read_saved(Path(file)))
@@ -194,7 +193,7 @@ class HistoryStore(Closing):
 def read_saved(file: Path) -> dict[PromptId, PromptIndex]:
     """Return the indexes of a file of `HistoryStore.save`, as copies.
 
-    A missing or damaged file costs one warning and gives an empty result. A damaged prompt costs one and is dropped.
+    A missing or damaged file gives an empty result, and a damaged prompt is dropped, with one warning each.
 
     Example: a history of prompt "q" gives {"q": index}.
     """
@@ -223,7 +222,7 @@ def _evict(snapshot: Snapshot, num_bytes: int) -> dict[PromptId, PromptIndex | N
         stored = left.get(prompt_id) or snapshot.stored(prompt_id)
         rest = None
         if len(stored.versions) > 1:
-            # A prompt that is dropped need not be read from its file.
+            # Only an index that stays in part is read from its file.
             index = stored.index if isinstance(stored, StoredIndex) else stored
             rest = index.without_oldest()
         num_bytes -= stored.num_bytes
@@ -237,8 +236,9 @@ def _evict(snapshot: Snapshot, num_bytes: int) -> dict[PromptId, PromptIndex | N
 class _Folder:
     """The files of one folder, which one store writes and any number of readers map.
 
-    A publish writes one file, and merges into it the newest files that are no larger than what it writes anyway. So
-    there are few files, and none is rewritten often. If less than half of all bytes are alive, one file replaces all.
+    Each publish writes one file and merges the newest files into it, as long as they are no larger than what it writes
+    anyway. So there are few files, and none is rewritten often. If less than half of all bytes are in use, one file
+    replaces all.
     """
 
     def __init__(self, path: Path) -> None:
@@ -257,15 +257,15 @@ class _Folder:
             self._lock = FileLock(
                 path / ".lock",
                 lambda holder: (
-                    f"only one HistoryStore at a time may write a folder, and {path} is open in one ({holder}); close "
-                    "it, give another path, or read it with HistoryReader, which any number of processes may do"
+                    f"only one HistoryStore at a time may write a folder, and {path} is open in another ({holder}); "
+                    "close that, choose another path, or only read it, with HistoryReader"
                 ),
             )
             clear_unfinished(path)
         except OSError as error:
             raise StateError(
                 f"history needs a folder that can be read and written, and {path} is not one ({error.strerror}); "
-                "give another path, or None to keep it in memory"
+                "choose another path, or None to keep it in memory"
             ) from error
 
     def read(self) -> dict[PromptId, StoredIndex]:
@@ -294,7 +294,7 @@ class _Folder:
     def commit(self, touched: set[PromptId], snapshot: Snapshot, num_bytes: int) -> None:
         """Write the prompts that changed or were removed; `num_bytes` is the size of the whole snapshot.
 
-        A folder that cannot be written costs one warning, and the next commit tries again.
+        If the folder cannot be written, this warns once, and the next commit tries again.
         """
         self._unwritten |= touched
         self._removed.update(prompt_id for prompt_id in touched if prompt_id not in snapshot)
@@ -383,7 +383,7 @@ def _as_token_ids(prompt_id: PromptId, i: int, rollout: object) -> Int32Array:
         tokens = np.asarray(getattr(rollout, "tokens", rollout))
     except ValueError as error:
         raise InputError(
-            f"rollout {i} of {prompt_id!r} is ragged ({error}); give one list of token ids each"
+            f"rollout {i} of {prompt_id!r} is ragged ({error}); pass a flat list of token ids for each rollout"
         ) from error
     if tokens.ndim == 1 and tokens.size == 0:
         return np.empty(0, np.int32)
