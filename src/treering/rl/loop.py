@@ -68,12 +68,12 @@ class RlLoop(Resumable[RlStepReport]):
             make_engine: see `EngineFactory`.
             optim: the optimiser.
             options: options of sampling and training.
-            drafting: history of earlier rollouts; None disables speculation (the off-switch).
+            drafting: history and drafter of earlier rollouts; None samples without drafts.
             teacher: model to distill from, with `options.distill`.
             group: ranks of a prepared model, which share the prompts to sample and the trees to train.
-            rollout_model: whole copy of a sharded model, which the engine reads; the loop copies the weights into it.
-            reference: makes the reference model of `options.kl` with the run's initial weights. Called at the first
-                update, except for adapters on one rank, whose reference is the model without them.
+            rollout_model: unsharded copy of a sharded model; the loop copies the weights into it for the engine.
+            reference: makes the reference model of `options.kl` with the run's initial weights. The first update calls
+                it, unless one rank trains adapters: then the model without adapters is the reference.
 
         Raises:
             InputError: no prompt, two prompts with the same id, or too few model positions for a prompt's rollouts.
@@ -133,7 +133,7 @@ class RlLoop(Resumable[RlStepReport]):
     def step(self) -> RlStepReport:
         """Sample the next step's prompts, train on their rewards, and update the engine's weights.
 
-        If every group has equal rewards, and the loss has no teacher and no KL, weights and policy version stay.
+        Weights and policy version stay if the rewards of each group are equal and the loss has neither teacher nor KL.
 
         Raises:
             InputError: a prompt does not fit into the engine; the weights are unchanged.
@@ -177,7 +177,7 @@ class RlLoop(Resumable[RlStepReport]):
             "optimizer": self._trainer.state(),
             "episodes": self._sampler.state(),
             "rehearsal": self._rehearsal_state,
-            # With several ranks, the states after the latest step, so that no rank has to ask the others here.
+            # With several ranks, the states that the latest step gathered, so that saving needs no communication.
             "drafter": self._drafters or self._drafter_state,
         }
 
@@ -189,7 +189,7 @@ class RlLoop(Resumable[RlStepReport]):
         """
         self._trainer.load_state(state["optimizer"])
         self._num_steps_done = state["num_steps_done"]
-        # A `PipelineLoop` samples one batch a step.
+        # The state of a `PipelineLoop`, which samples one batch per step, has no such number.
         self._num_batches = state.get("num_batches", self._num_steps_done)
         self._version = state["version"]
         self._draws = dict(state["draws"])
@@ -250,16 +250,16 @@ class RlLoop(Resumable[RlStepReport]):
             self._copy_weights(trained_only=True)
             engine.update_weights(self._version)
         else:
-            # Its cached keys and values would round otherwise than a resumed run, which has none (law 8).
+            # A resumed run has no cached keys and values, and computing them again rounds differently (law 8).
             self._engine = None
 
     def _note_drafter(self) -> None:
-        """Keep the state of drafter and rehearsal after a whole step, since the next one may be dropped."""
+        """Keep the states of drafter and rehearsal for a checkpoint, which must not contain a part of a step."""
         self._drafter_state = None if self._drafting is None else self._drafting.state()
         self._rehearsal_state = self._sampler.rehearsal.state()
 
     def _gather_engines(self, stats: EngineStats) -> EngineStats:
-        """Return the counts of all ranks; keep what their drafters have learnt."""
+        """Return the counts summed over ranks; keep the states of all ranks' drafters."""
         if self._group.size == 1:
             return stats
         learnt = self._drafter_state or {}

@@ -1,4 +1,4 @@
-"""Sampling of a step, and checks before and after it: prompts, contexts, rewards that fail step after step."""
+"""Sample the groups of a step; check prompts and contexts before a run, and failed rewards after each step."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -67,13 +67,13 @@ def check_prompts(task: Task) -> None:
 
 
 MAX_FAILED_STEPS = 3
-"""Consecutive steps without any reward that end a run; before its first reward one is enough."""
+"""Number of consecutive steps without any reward that ends a run; step 1 without a reward ends it at once."""
 
 
 class FailedSteps:
-    """Counter of consecutive steps in which every reward failed.
+    """Count consecutive steps in which every reward failed, and end the run after too many.
 
-    A run gets its first reward in step 1, so a resumed one already has it.
+    The limit is one in step 1: a reward that has never worked is probably wrong.
 
     Example: with steps of 8 rollouts, 7, 8, 8, 7, 8, 8 and 8 failures end the run at the seventh step; 8 failures in
     step 1 end it there.
@@ -104,9 +104,9 @@ class FailedSteps:
 
 
 class Sampler:
-    """Samples the groups of a step, and remembers their rollouts.
+    """Sample the groups of a step, and add their rollouts to the history.
 
-    Each rank samples every Nth prompt; then all ranks have all groups and the same history.
+    Each of N ranks samples every Nth prompt; afterwards all ranks have all groups and the same history.
 
     Example:
         >>> sampler = Sampler(task, options, drafting=None, group=RankGroup())               # doctest: +SKIP
@@ -115,7 +115,7 @@ class Sampler:
     """
 
     def __init__(self, task: Task, options: RlOptions, drafting: Drafting | None, group: RankGroup) -> None:
-        """Prepare sampling; `drafting` is the history that gets every finished rollout, or None."""
+        """Prepare sampling; every finished rollout is added to `drafting`, unless it is None."""
         self._task = task
         self._options = options
         self._sampling = with_stops(options.sampling, task)
@@ -140,7 +140,7 @@ class Sampler:
             prompts: prompts of the step.
             draws: how often each prompt has been scheduled before.
             following: prompts of the next batch, which idle rows may rehearse.
-            on_progress: called with the number of finished and of all rollouts of this rank.
+            on_progress: called with the numbers of finished and of all rollouts of this rank.
 
         Raises:
             InputError: the engine refuses a prompt.
@@ -206,7 +206,7 @@ class Sampler:
         return Collection(own, after, group_size=self._options.group_size, sampling=self._sampling).requests()
 
     def _joined(self, prompts: Sequence[Prompt], own: Collected, finished: Sequence[Rollout]) -> Collected:
-        """Return the groups of all ranks; rollouts of other ranks enter the history here too, in their order."""
+        """Return the groups of all ranks, and add the rollouts of other ranks to the history, rank by rank."""
         if self._group.size == 1:
             return own
         parts = self._group.gather((own, finished))
@@ -221,7 +221,7 @@ class Sampler:
         return joined
 
     def _order(self, prompts: Sequence[Prompt]) -> Order:
-        """Return by_sample if a prompt has no history, because its group's first rollouts become its history."""
+        """Return "by_sample" if a prompt has no history, so that early rollouts of its group can draft later ones."""
         if self._drafting is None or all(self._drafting.knows(prompt.prompt_id) for prompt in prompts):
             return "by_prompt"
         return "by_sample"
