@@ -157,7 +157,7 @@ class TorchEngine(Engine):
 
     @property
     def keeps(self) -> Keeps:
-        """What stays: "tokens" in float64 and float32; "distribution" below, where rounding flips about 1 % of tokens."""
+        """What stays: "tokens" in float64 and float32; "distribution" below, where rounding flips some 1 % of them."""
         return "tokens" if self._weights.dtype.itemsize >= torch.float32.itemsize else "distribution"
 
     @property

@@ -151,8 +151,8 @@ class HistoryStore(Closing):
             write_file(Path(file), (self._snapshot if snapshot is None else snapshot).items(), is_whole=True)
         except OSError as error:
             raise StateError(
-                f"a history could not be saved to {file} ({error.strerror}); create its folder, free disk space or choose "
-                "a writable folder, and save again"
+                f"a history could not be saved to {file} ({error.strerror}); create its folder, free disk space or "
+                "choose a writable folder, and save again"
             ) from error
 
     @classmethod
