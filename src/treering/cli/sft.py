@@ -45,7 +45,7 @@ from treering.tree.radix import fill_forest
 
 
 def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
-    """Write the first tasks without images to `samples.jsonl`, as many as a page draws but at least one.
+    """Write the first tasks without images to `samples.jsonl`: as many as a report draws, and at least one.
 
     Writes no file if every task has images.
 
@@ -71,18 +71,18 @@ def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
 def split_corpus(
     config: SftConfig, corpus: Corpus, *, config_dir: Path, model: Path | None
 ) -> tuple[Corpus, Corpus | None]:
-    """Return the corpus to train on, and the one to evaluate; None if nothing is held out.
+    """Return the corpus to train on, and the held-out one; None if nothing is held out.
 
-    A task is held out with all its trajectories.
+    All trajectories of a task are on the same side.
 
     Args:
-        config: of the run.
-        corpus: all of [data].
+        config: configuration of the run.
+        corpus: all data of section [data].
         config_dir: folder of the configuration file.
         model: folder of the model, whose tokenizer is the default.
 
     Raises:
-        InputError: a bad file, or a share of less than two tasks.
+        InputError: a bad file, or `eval.share` with fewer than two tasks.
     """
     section = config.eval
     if not section.is_set:
@@ -165,7 +165,7 @@ class SftSummary:
     num_steps: int
     """Steps of the whole run."""
     first_loss: float | None
-    """Loss of this call's first step; None without a step."""
+    """Loss of this call's first step; None if it ran no step."""
     last_loss: float | None
     seconds: float
     flat_tokens: int
@@ -252,7 +252,7 @@ def _steps_cell(summary: SftSummary) -> str:
 
 
 def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
-    """Train by a configuration in the folder `config_dir`, or resume the run in its run folder."""
+    """Start or resume the run of a configuration, whose file is in the folder `config_dir`."""
     with owning(config.run.dir) as group:
         return _train(agreed(config, config_dir, group), config_dir, console, group)
 
@@ -313,7 +313,7 @@ def _announce(run: SftRun, model: PreTrainedModel, length: RunLength) -> None:
 
 
 def _notes_of(corpus: Corpus, report: StepReport) -> Sequence[str]:
-    # Data that a step has read is not needed before the next epoch.
+    # Free the data that the step has read: it is not needed before the next epoch.
     corpus.release()
     return report.update.notes
 

@@ -96,7 +96,7 @@ class TrainRecipe:
     def make_engine(self, model: PreTrainedModel, drafter: Drafter | None, version: int) -> Engine:
         """Build an engine for a model."""
         if self._make_engine is None:
-            # All engines of a process share one factory, and with it what takes long to start.
+            # All engines of a process share one factory, because parts of it take long to start.
             self._make_engine = engine_factory(self._config, model, self._source)
         return self._make_engine(drafter, version)
 
@@ -181,7 +181,7 @@ def make_reference(
     Torch's random state is left unchanged.
 
     Raises:
-        StateError: the checkpoint of the warm-up is gone.
+        StateError: the checkpoint of the warm-up is missing.
     """
     before = random_state()
     model = build_model(
@@ -264,11 +264,11 @@ def joined(tasks: Sequence[TrainingTask], size: int) -> list[TrainingTask]:
 
 
 _EARLY = 10
-"""Steps after which a run that learns nothing is warned about."""
+"""Number of steps without a difference in rewards after which a run gets a warning."""
 
 
 def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSummary:
-    """Train by a configuration in the folder `config_dir`, or resume the run in its run folder."""
+    """Start or resume the run of a configuration, whose file is in the folder `config_dir`."""
     with open_training(config, config_dir=config_dir, console=console) as run:
         reports = run.show(StepNotes(run.num_steps))
     summary = summary_of(run, reports)
@@ -276,7 +276,7 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
     if total.num_unscored and not total.num_rollouts:
         raise StateError(
             f"{run.source.task.reward_name} returned None for all {total.num_unscored} rollouts, so the run learned "
-            f"nothing; return a number for some"
+            "nothing; return a number for some"
         )
     return summary
 
@@ -340,18 +340,18 @@ class StepNotes:
         """Return the notes on a step."""
         rollouts = report.rollouts
         # Rewards that raised, and episodes that failed.
-        left_out = [
+        dropped = [
             f"warning: step {report.step}: {plural(rollouts.num_reward_errors, 'rollout')} dropped; "
             f"{' '.join(message.split())}"
             for message in rollouts.reward_errors[:1]
         ]
-        return [*(() if report.update is None else report.update.notes), *left_out, *self._about_groups(report)]
+        return [*(() if report.update is None else report.update.notes), *dropped, *self._about_groups(report)]
 
     def _about_groups(self, report: RlStepReport) -> Sequence[str]:
         rollouts = report.rollouts
         self._num_seen += 1
         self._num_uneven += rollouts.num_groups - rollouts.num_zero_variance - rollouts.num_empty_groups
-        # The last steps of a resumed run alone say little.
+        # A resumed run that counts only its last few steps gets no warning.
         if self._num_uneven or self._num_seen not in (_EARLY, self._num_steps):
             return ()
         return [
