@@ -56,7 +56,7 @@ class Chats:
         """Upper bound of the ids that the memories hold."""
 
     def take(self, fields: Fields, session: str | None) -> Chat:
-        """Take a chat out of a body.
+        """Read a chat from the fields of a body.
 
         Raises:
             InputError: messages or tools that cannot be read or rendered.
@@ -163,5 +163,5 @@ class Chats:
 def _records(values: Sequence[object], name: str) -> list[Mapping[str, Any]]:
     wrong = next((value for value in values if not isinstance(value, dict)), None)
     if wrong is not None:
-        raise InputError(f"{name} must be a list of objects, got {wrong!r:.80} in it")
+        raise InputError(f"{name} must be a list of JSON objects, got the element {wrong!r:.80}")
     return [value for value in values if isinstance(value, dict)]

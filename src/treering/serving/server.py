@@ -9,8 +9,8 @@ A call's name keys its noise, so equal names get equal answers:
   often the identity has sampled that context before;
 - any other call is named by its number.
 
-A session remembers its chats (`Chats`): a chat that begins with the messages of an earlier answer continues that
-answer's ids; none of it is rendered again.
+A session remembers its chats (`Chats`). A chat that begins with the messages of an earlier answer continues that
+answer's token ids, which are not rendered again.
 """
 
 import asyncio
@@ -58,14 +58,14 @@ if TYPE_CHECKING:
 
 
 MAX_IDENTITIES = 65536
-"""Identities whose calls are counted; those idle longest are forgotten first."""
+"""Most identities whose calls a server counts; those idle longest are forgotten first."""
 
 
 _EPISODE = re.compile(r"(?P<task>.*)\|(?P<draw>\d{1,9})\|(?P<sample>\d{1,9})", re.DOTALL)
 
 
 class Calls:
-    """Naming of calls: turns each call into requests.
+    """Name calls, and turn each into requests.
 
     Example: two calls of the identity "q1|0|3" with equal contexts are rollouts of task "q1", draw 0 and sample 3, with
     different call ids.
@@ -81,7 +81,7 @@ class Calls:
         Args:
             context: int32 [N].
             asked: sampling that the call asks for.
-            identity: "TASK|DRAW|SAMPLE" of an episode, or the name of any other session; None for a call by itself.
+            identity: "TASK|DRAW|SAMPLE" of an episode, or any other name of a session; None for a call without one.
         """
         sampling, num_samples = asked.sampling, asked.num_samples
         if identity is None and asked.seed is None:
@@ -117,7 +117,7 @@ def _request(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Identity of a call, as far as the call gives it.
+    """Names that a call gives for itself.
 
     Example: `Caller(identity="q1|0|3", session="trace-7")`
     """
@@ -168,7 +168,7 @@ class HostSampler:
         return [task.result() for task in asking]
 
     async def _sample_one(self, request: Request, watch: Watch | None) -> Rollout:
-        """Sample after other calls of the same key: equal calls with a seed may arrive at the same time."""
+        """Sample when no other call of the same key runs; equal calls with a seed may arrive at the same time."""
         turn = self._turns.setdefault(request.key, asyncio.Lock())
         async with turn:
             return await self._host.sample(request, watch)
@@ -181,17 +181,18 @@ _Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 @dataclass(frozen=True, slots=True)
 class Refusal(Exception):  # noqa: N818 - not an error of the server
-    """Call that is not answered; the text states the rule, the value and the fix."""
+    """Error answer to a call; its text states the rule, the value and the fix."""
 
     status: int
-    """HTTP status: 400 bad input, 401 no key, 404 unknown model or path, 413 too large, 500 engine error."""
+    """HTTP status: 400 bad input, 401 wrong key, 404 unknown model or path, 408 slow body, 413 large body, 5xx
+    engine error."""
     text: str
     code: str | None = None
     """OpenAI's error code, where clients check it; None: the status."""
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """Return the refusal that a client gets for an error.
+    """Return the refusal to send for an error.
 
     Example:
         >>> refusal_of(InputError("a prompt must have at least one token")).status
@@ -374,7 +375,7 @@ class Server(Closing):
         if self._more is not None:
             help = RouteHelp(guarded=self._guarded, read_raw=self._read_raw, read_json=self._read)
             app.add_routes(self._more.routes(help))
-        # Without handler_cancellation the call of a client that disconnected would run to its end.
+        # handler_cancellation aborts the calls of a client that disconnects.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         await web.SockSite(runner, self._socket, backlog=self._settings.backlog).start()
@@ -435,9 +436,9 @@ class Server(Closing):
         try:
             return await asyncio.wait_for(request.read(), self._settings.body_timeout_s)
         except TimeoutError:
-            raise Refusal(408, f"the body did not arrive within {self._settings.body_timeout_s} s") from None
+            raise Refusal(408, f"a body must arrive within {self._settings.body_timeout_s} s; send it again") from None
         except web.HTTPRequestEntityTooLarge:
-            raise Refusal(413, f"a body may have at most {self._settings.max_body_bytes} bytes") from None
+            raise Refusal(413, f"a body may have at most {self._settings.max_body_bytes} bytes; send less") from None
 
     async def _read(self, request: "web.Request") -> dict[str, Any]:
         raw = await self._read_raw(request)
@@ -446,7 +447,7 @@ class Server(Closing):
         except (ValueError, RecursionError) as error:
             raise Refusal(400, f"the body is not JSON ({error}); send a JSON object") from None
         if not isinstance(body, dict):
-            raise Refusal(400, f"the body must be a JSON object, got {type(body).__name__}")
+            raise Refusal(400, f"the body must be a JSON object, got {type(body).__name__}; send one")
         return body
 
     async def _generate(self, body: Mapping[str, Any], session: str | None) -> dict[str, Any]:
@@ -479,7 +480,7 @@ class Server(Closing):
     async def _chat(self, body: Mapping[str, Any], session: str | None) -> TextCall:
         chats = self._chats
         if chats is None:
-            raise Refusal(400, "this server has no chat template for chats; use /v1/completions")
+            raise Refusal(400, "chats need a chat template, and this server has none; use /v1/completions")
         fields = Fields(body, "the body")
         caller = self._take_names(fields, session)
         chat = chats.take(fields, caller.identity or caller.session)
@@ -498,7 +499,7 @@ class Server(Closing):
     def _take_names(self, fields: Fields, session: str | None) -> Caller:
         """Take the model's name, which must match, and the caller's identity."""
         if (name := fields.take("model", str, self._model)) != self._model:
-            raise Refusal(404, f"this server has the model {self._model!r}, got {name!r}")
+            raise Refusal(404, f"model must be {self._model!r}, the model of this server, got {name!r}; correct it")
         return Caller(identity=fields.take("cache_salt", str, "") or None, session=session)
 
     def _take_sampling(self, fields: Fields, context: TokenIds, default_max_tokens: int | None) -> Asked:
