@@ -120,18 +120,17 @@ def share_prefixes(
         trainer: a GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer or DistillationTrainer of TRL.
         backend: backend of `treering.tree_attention`.
         group_batches: put rollouts of a prompt (GRPO, RLOO) or rows of a task (SFT, DPO, KTO without KL) into the same
-            micro-batch. None: yes, unless it would change gradients of rollouts (bnpo, an entropy quantile or bonus,
-            router losses, generations of several steps). The printed line names what changes: logged means of
-            micro-batches, and in SFT, DPO and KTO the rows of an optimizer step.
+            micro-batch. None: group unless that would change gradients of rollouts, as with bnpo, an entropy quantile
+            or bonus, router losses, or generations for several steps. Grouping changes logged means of micro-batches,
+            and in SFT, DPO and KTO which rows an optimizer step sees; the printed line names the changes.
         verify_first: compare the first micro-batch's gradients with the stock path's; costs three more passes, once.
 
     Returns:
         Handle whose `undo()` restores the trainer.
-        A handle; `undo()` restores the trainer.
 
     Raises:
-        UnsupportedError: a trainer, model or setting that would not be exact; names it and the fix.
-        StateError: the trainer already shares, or its model is wrapped; while training: gradients of the first
+        UnsupportedError: a trainer, model or setting with which results would not be exact; names it and the fix.
+        StateError: the trainer already shares prefixes, or its model is wrapped. In training: gradients of the first
             micro-batch differ by more than rounding.
         ConfigError: `group_batches` without tokens to group by.
 
