@@ -36,7 +36,7 @@ from treering.ranks.group import check_images_together
 from treering.tree.forest import Forest, split_padded
 
 When = Literal["training", "always"]
-"""Which calls run on trees: those in training mode, or all. Generation with a cache never does."""
+"""Calls that run on trees: those in training mode, or all. Generation with a cache never does."""
 
 IGNORED_LABEL = -100
 _PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"})
