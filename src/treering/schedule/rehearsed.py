@@ -1,7 +1,7 @@
 """Simulate synchronous runs in which idle rows rehearse the next step: sample it early, with its own noise.
 
 When the weights of a step arrive, its rehearsed tokens are verified as a prefill, and decoding goes on from the first
-that changed. No rollout ever waits for a row that rehearses: a worker rehearses when it has nothing else to start.
+that changed. A worker rehearses only when it has nothing else to start, so no rollout waits for a rehearsal.
 
     W workers   R rollouts of a step   N rollouts of the next one   K steps
 """
@@ -24,13 +24,13 @@ from treering.schedule.simulator import NUM_FORECASTS, Timeline, longest_s, queu
 from treering.schedule.traces import Trace, TraceStep
 
 CHUNK = 512
-"""Rehearsed tokens of a rollout that are verified before the first change among them is known."""
+"""Rehearsed tokens of a rollout that a pass verifies; those after a change in the same pass are wasted."""
 
 _NUM_DRAWS = 2
-"""Sampled traces that candidates are simulated on."""
+"""Number of sampled traces on which each candidate plan is simulated."""
 
 _ROW_SHARES = (0.02, 0.06, 0.25, 1.0)
-"""Shares of a worker's slots that may rehearse next to rollouts of the present step, to try."""
+"""Shares of a worker's slots to try as the limit of rows that rehearse while it decodes the present step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class RehearsalPlan:
     """
 
     placement: PlacementPlan
-    """How the rollouts of a step are placed, by the tokens that are expected to be left."""
+    """Placement of a step's rollouts by their expected remaining tokens."""
     num_rows: int | None = None
-    """Most rehearsing rows of a worker that decodes the present step; 0: only idle workers; None: nothing rehearses."""
+    """Most rows that rehearse on a worker that decodes the present step. 0: only idle workers rehearse; None: none."""
 
     @property
     def name(self) -> str:
@@ -63,20 +63,20 @@ class RehearsedTimeline(Timeline):
     num_rehearsed: Int64Array
     """int64 [K]: tokens of each step that were sampled early."""
     num_verified: Int64Array
-    """int64 [K]: those that were verified, in chunks of `CHUNK`, up to the first change of each rollout."""
+    """int64 [K]: rehearsed tokens that were verified, in chunks of `CHUNK`, up to the first change of each rollout."""
     num_kept: Int64Array
-    """int64 [K]: those before the first change."""
+    """int64 [K]: rehearsed tokens before the first change."""
     num_decoded: Float64Array
     """float64 [K]: tokens decoded by the weights of the step."""
 
 
 def draw_changes(trace: Trace, change: float, *, seed: int) -> list[Int64Array]:
-    """Return for each rollout of each step how many of its tokens stay before the first that changes, int64 [R] each.
-
-    Example: a chance of 0.001 keeps 632 of 1,000 tokens in the mean; 0 keeps all and 1 none.
+    """Draw the number of tokens before the first change for each rollout: an int64 [R] for each step.
 
     Raises:
         ConfigError: the chance is not between 0 and 1.
+
+    Example: a chance of 0.001 keeps 632 of 1,000 tokens on average; 0 keeps all and 1 none.
     """
     if not 0 <= change <= 1:
         raise ConfigError(f"the chance that a token changes must be between 0 and 1, got {change!r}; correct it")
@@ -87,21 +87,21 @@ def draw_changes(trace: Trace, change: float, *, seed: int) -> list[Int64Array]:
 
 
 def expected_kept(change: float, num_tokens: Int64Array) -> Float64Array:
-    """Return the expected tokens before the first change, of that many rehearsed ones, float64 [N]."""
+    """Return the expected number of tokens before the first change among `num_tokens` rehearsed ones, float64 [N]."""
     if change == 0:
         return num_tokens.astype(np.float64)
     return np.asarray((1.0 - change) * (1.0 - (1.0 - change) ** num_tokens) / change, np.float64)
 
 
 def rehearsed_bound_s(trace: Trace, cluster: Cluster, changes: Sequence[Int64Array]) -> float:
-    """Return the lower bound on the seconds of any synchronous run with rehearsals, for these first changes.
+    """Return a lower bound on the seconds of any synchronous run with rehearsals, for these first changes.
 
-    It is the larger of two. One is all work at the best batch size, then the last update: a token is decoded at least
-    once, early or not. The other is the sum over steps of load, longest rollout and update, where a rollout decodes
-    again from its first change, and no more was rehearsed than the step before had time for.
+    The bound is the larger of two. The first decodes every token once, early or not, at the best batch size, and adds
+    the last update. The second sums load, longest rollout and update over the steps: a rollout is decoded again from
+    its first change, and rehearsed only as far as the step before had time for.
 
-    Example: steps of one rollout of 100 tokens at 1 s, with free updates: 100 + 0 + 100 + ... without changes, and 100
-    each where the first token always changes.
+    Example: steps of one rollout of 100 tokens at 1 s take 100 + 0 + 100 + ... s without changes, and 100 s each if the
+    first token always changes; updates are free.
     """
     latency = cluster.latency
     token_s = float(latency.token_s(cluster.num_slots)[1:].min())
@@ -109,7 +109,7 @@ def rehearsed_bound_s(trace: Trace, cluster: Cluster, changes: Sequence[Int64Arr
     work = sum(work_s(step, cluster) for step in trace.steps) + latency.training_s
     total = before = 0.0
     for number, (step, unchanged) in enumerate(zip(trace.steps, changes, strict=True)):
-        # A longer step shortens the next by no more, so the sum is least where each step is.
+        # A longer step shortens the next one by no more than itself, so the shortest steps give the least sum.
         kept = np.minimum(unchanged, before / token_s)
         sampling = float((step.lengths * token_s - kept * saved_s).max()) if number else longest_s(step, cluster)
         before = (latency.load_s if number else 0.0) + sampling + latency.training_s
@@ -118,13 +118,14 @@ def rehearsed_bound_s(trace: Trace, cluster: Cluster, changes: Sequence[Int64Arr
 
 
 def plan_rehearsals(trace: Trace, cluster: Cluster, *, change: float, seed: int = 0) -> RehearsalPlan:
-    """Return the plan with the least simulated time of the first steps.
+    """Return the plan whose first steps take the least simulated time.
 
-    It is simulated on the predictions, as if they came true, and on sampled lengths. Placements are HistoPipe's at
-    staleness 0 and the longest first. The best plan without rehearsals stays unless another is slower on no trace.
+    Every candidate runs on the predicted lengths, as if they came true, and on sampled ones. Candidates place rollouts
+    as HistoPipe does at staleness 0, or longest first. The best plan without rehearsals is replaced only by a plan that
+    is at least as fast on every trace.
 
     Raises:
-        InputError: rollouts wait.
+        InputError: rollouts wait for an environment.
 
     Example: with a chance of 1 the plan is HistoPipe's, without rehearsals.
     """
@@ -165,19 +166,19 @@ def simulate_rehearsed(
 ) -> RehearsedTimeline:
     """Simulate a synchronous run, at staleness 0, whose idle rows rehearse the next step.
 
-    Rehearsals start by falling predicted length, and end when the weights of their step arrive. The step is placed by
-    the tokens that are expected to be left. Each worker then verifies what was rehearsed of its share, decoding nothing
-    meanwhile, and starts its rollouts by what is left of them. A stolen rollout is prefilled again.
+    Rehearsals start with the longest predicted rollout, and end when the weights of their step arrive. The step is then
+    placed by expected remaining tokens. Each worker first verifies the rehearsed tokens of its rollouts, without
+    decoding, and then starts those with the most remaining tokens. A stolen rollout is prefilled again.
 
     Args:
         trace: lengths and predictions, without waits.
-        cluster: its staleness is taken for 0, and running rollouts do not move.
+        cluster: simulated with staleness 0 and without moves of running rollouts.
         plan: see `plan_rehearsals`.
         change: chance that a token changes, given that those before it stayed; the placement knows it.
         changes: see `draw_changes`; the placement does not know them.
 
     Raises:
-        InputError: rollouts wait.
+        InputError: rollouts wait for an environment.
     """
     _check(trace)
     cluster = replace(without_moves(cluster), staleness=0)
@@ -233,7 +234,7 @@ def simulate_rehearsed(
 def _queues(
     step: TraceStep, kept: Int64Array, hoped: Float64Array, placement: PlacementPlan, number: int, cluster: Cluster
 ) -> tuple[StepRollouts, bool]:
-    """Return what is left of a step, placed by what is expected to be left, and whether idle workers steal."""
+    """Return the remaining tokens of a step, placed by their expected numbers, and whether idle workers steal."""
     forecast = step.forecast
     expected = np.maximum(forecast.lengths - hoped, 1.0)
     assignment = place(placement, expected, forecast.prompts, step=number, cluster=cluster)
