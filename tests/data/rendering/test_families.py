@@ -54,7 +54,7 @@ def test_arguments_that_a_template_takes_apart_are_all_found_and_broken_ones_nam
     question, answer = said("user", " 1 \n"), said("tool", "r")
     turn = said("assistant", "so\n", tool_calls=(call('{"x":1.50, "y": "ä"}'),))
     assert shown(folder, question, turn, answer)[0][1] == "so<f=find><p=x>1.5</p><p=y>ä</p></f><end>"
-    with pytest.raises(InputError, match=r"or repair the call of 'find' in messages\[1\], whose arguments are no JSON"):
+    with pytest.raises(InputError, match=r"or repair the call of 'find' in messages\[1\]; arguments must be a JSON"):
         shown(folder, question, said("assistant", "", tool_calls=(call('{"x":'),)), answer)
 
 

@@ -104,8 +104,8 @@ def test_a_token_that_only_the_class_of_the_tokenizer_knows_is_refused_by_name(t
     ("settings", "rule"),
     [
         ({"chat_template": "{% for %}"}, "a chat template is Jinja"),
-        ({"chat_template": [{"name": "rag", "template": "x"}]}, "one is named default"),
-        ({"chat_template": 3}, "chat_template is a text"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, "must be named default"),
+        ({"chat_template": 3}, "chat_template must be text"),
         ({"chat_template": "x", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}, "brings its own Python code"),
     ],
 )

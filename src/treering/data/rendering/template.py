@@ -1,7 +1,6 @@
-"""A tokenizer's chat template, which renders messages to text as inference does.
+"""Render messages to text by a tokenizer's chat template, as inference does.
 
-The sections are: the files of a tokenizer folder, the end of a turn, the template, and a chat under it. The module
-imports jinja2 on first use, and does not need transformers.
+The module imports jinja2 on first use, and does not need transformers.
 """
 
 import json
@@ -71,8 +70,8 @@ def chat_templates(folder: Path) -> Mapping[str, str]:
     templates = {"default": given} if isinstance(given, str) else given
     if not isinstance(templates, dict) or not all(isinstance(text, str) for pair in templates.items() for text in pair):
         raise ConfigError(
-            f"chat_template is a text, or a list of names and templates, {folder / CONFIG_FILE} has another value; "
-            "fetch it again"
+            f"chat_template must be text, or a list of names and templates, and {folder / CONFIG_FILE} has another "
+            "value; fetch it again"
         )
     return MappingProxyType(templates)
 
@@ -87,7 +86,7 @@ def named_tokens(folder: Path) -> Mapping[str, str | None]:
     """
     settings = read_settings(folder / CONFIG_FILE)
     if "added_tokens_decoder" not in settings:
-        # Older folders have them in a separate file.
+        # Older folders name the tokens in a separate file.
         settings |= read_settings(folder / SPECIAL_TOKENS_FILE)
     extra = settings.get("extra_special_tokens")
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
@@ -145,7 +144,7 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"a file of a tokenizer can be read, {file} cannot ({error}); fetch it again") from error
+        raise ConfigError(f"a tokenizer file must be readable, and {file} is not ({error}); fetch it again") from error
 
 
 _QUESTION, _ANSWER, _NEXT = "mark-1-kram", "mark-2-kram", "mark-3-kram"
@@ -153,15 +152,15 @@ _QUESTION, _ANSWER, _NEXT = "mark-1-kram", "mark-2-kram", "mark-3-kram"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnd:
-    """The difference between a chat's last turn and the same turn in history."""
+    """How the template ends a chat's last turn, compared with the same turn before others."""
 
     missing: str = ""
-    """Token that ends a turn but is written only after turns in history, such as GLM's next role."""
+    """Token that ends a turn but is written only if another turn follows, such as the next role in GLM."""
     added: str = ""
-    """Token that the template writes after the end of the last turn, such as Phi-3's end of text."""
+    """Token that the template writes only after the last turn, such as the end of text in Phi-3."""
 
     def length(self, written: str) -> int:
-        """Return the length of the policy's part of a last turn, without a last line break and an added token."""
+        """Return the length of the policy's part of a last turn: all but line breaks at its end and `added`."""
         return len(written.rstrip("\n").removesuffix(self.added).rstrip("\n"))
 
 
@@ -172,7 +171,7 @@ def find_turn_end(
 
     Args:
         prompt: renders messages with a turn opened after them.
-        text: renders messages alone.
+        text: renders messages without opening a turn.
         special_tokens: texts of the tokenizer's special tokens.
 
     Raises:
@@ -201,7 +200,7 @@ def find_turn_end(
 
 
 def leading_token(text: str, special_tokens: Sequence[str]) -> str:
-    r"""Return the special token with which a text begins; "" if there is none.
+    r"""Return the special token that a text begins with; "" if there is none.
 
     Example: it is `<|user|>` for `<|user|>\nHi`.
     """
@@ -226,11 +225,11 @@ _Form: TypeAlias = Callable[[ToolCall], Mapping[str, Any] | str]
 
 _MARK = "mark-kram"
 _ODD_KEY = "odd-kram"
-"""A key that no template reads, so it appears only if a value is printed as it is stored."""
+"""Key that no template reads; it appears in the text only if a template prints a whole part as Python or JSON."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-# Other classes of Transformers may have further tokens.
+# Tokenizer classes whose special tokens are all in the files; others may define some in code.
 _CLASSES_WITHOUT_TOKENS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -248,12 +247,12 @@ class ChatTemplate:
 
         Args:
             folder: folder of the tokenizer.
-            date: date in templates that write today's date; None for today.
+            date: date that templates write as today's; None for today.
             variables: values of the template's own variables, such as `enable_thinking`.
 
         Raises:
-            ConfigError: the folder has no chat template, the template needs more than its files, or it does not read
-                one of the variables.
+            ConfigError: the folder has no chat template, or the template needs code, or tokens that no file names, or
+                does not read one of the variables.
             MissingExtraError: jinja2 is not installed.
         """
         require("a chat template", "jinja2")
@@ -318,7 +317,7 @@ class ChatTemplate:
         messages = [*([question] if role != "user" else []), {"role": role, **fields}]
         try:
             text = self._apply(messages, None, opens_turn=False)
-            # Parts that are printed as Python or JSON are not read.
+            # A template that prints parts as Python or JSON does not read them.
             return _MARK in text and _ODD_KEY not in text
         except _refusals():
             return False
@@ -369,13 +368,15 @@ class ChatTemplate:
         """Check that the template is valid and needs neither code of the folder nor unknown tokens.
 
         Raises:
-            ConfigError: it is not; the message has the reason.
+            ConfigError: a check fails.
         """
         from treering.data.rendering.sandbox import variables
 
         if "default" not in self._templates:
             names = ", ".join(self._templates)
-            raise ConfigError(f"of several chat templates one is named default, and {self._folder} has {names}")
+            raise ConfigError(
+                f"one of several chat templates must be named default, and {self._folder} has {names}; rename one"
+            )
         used = set().union(*map(variables, self._templates.values()))
         for name in self._variables:
             if name in _OWN_VARIABLES or name not in used:
@@ -388,7 +389,7 @@ class ChatTemplate:
         if isinstance(code, list) or (isinstance(code, dict) and code.get("AutoTokenizer")):
             raise ConfigError(
                 f'template="hf" needs a tokenizer that is read from files, and {self._folder} brings its own '
-                'Python code, which is never run; use template="plain", or a folder with tokenizer.json alone'
+                'Python code, which is never run; use template="plain", or a folder that has only tokenizer.json'
             )
         unknown = sorted((used & _STANDARD_TOKENS) - self._named.keys())
         if unknown and settings.get("tokenizer_class") not in _CLASSES_WITHOUT_TOKENS:
@@ -418,7 +419,7 @@ def _advice(messages: Sequence[Message]) -> str:
     for index, message in enumerate(messages):
         for call in message.tool_calls:
             if isinstance(call.given, str) and not is_object_text(call.given):
-                return f", or repair the call of {call.name!r} in messages[{index}], whose arguments are no JSON object"
+                return f", or repair the call of {call.name!r} in messages[{index}]; arguments must be a JSON object"
     return ""
 
 
@@ -428,7 +429,7 @@ def _as_object(call: ToolCall) -> Mapping[str, Any] | str:
 
 @lru_cache(maxsize=4096)
 def _parsed(arguments: str) -> Mapping[str, Any] | str:
-    # Each prefix of a chat needs the same calls.
+    # Cached, because every rendered prefix of a chat needs the same calls.
     return json.loads(arguments) if is_object_text(arguments) else arguments
 
 
