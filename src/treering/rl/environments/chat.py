@@ -1,7 +1,7 @@
 """Chats as tokens: each turn continues the sampled tokens, and a chat is rendered again only where necessary.
 
-A chat that begins with the messages of an earlier call keeps the ids that this call read and sampled, and renders only
-the messages after it. Any other chat, such as one that summarises its history, is a new branch.
+A chat that begins with the messages of an earlier call keeps the ids that were read and sampled there; only the
+messages after them are rendered. Any other chat, such as one that summarises its history, is a new branch.
 """
 
 import json
@@ -90,7 +90,7 @@ class ChatTokens:
     def continuation(
         self, messages: Sequence[Message], num_seen: int, tools: Sequence[Mapping[str, Any]]
     ) -> TokenIds | None:
-        """Return the ids after the seen messages, see `Renderer.continuation`."""
+        """Return the ids after the first `num_seen` messages; see `Renderer.continuation`."""
         return self.form.continuation(messages, num_seen, self._shown(tools))
 
     def read(
@@ -100,8 +100,8 @@ class ChatTokens:
 
         Args:
             context: int32 [N]; it may open a thought.
-            decode: decodes the turn with a given decoder of ids.
-            tools: tools of the chat; with any, calls are read.
+            decode: applies a decoder of ids to the ids of the turn.
+            tools: tools of the chat; without any, no calls are read.
 
         Raises:
             UnsupportedError: there are tools, but the template's calls cannot be read.
@@ -134,7 +134,7 @@ class ChatTokens:
         return find_call_form(template, read_settings(self._folder / CONFIG_FILE))
 
     def _shown(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-        """Return no tools for the plain form, which has no place for them: there a user message describes them."""
+        """Return the tools to render: none in the plain form, where a user message describes them."""
         return tuple(tools) if self._shows_tools else ()
 
 
@@ -152,7 +152,7 @@ class ReadTurn:
     """Thought whose tags are special tokens, else None."""
 
     def with_ids(self, *parts: object) -> "ReadTurn":
-        """Return the turn with ids, derived from `parts`, for the calls that have none."""
+        """Give each call without an id one that is derived from `parts`."""
         calls = [replace(each, id=each.id or short_id(*parts, i)) for i, each in enumerate(self.calls)]
         return replace(self, calls=tuple(calls))
 
@@ -202,7 +202,7 @@ class ChatMemory:
         self._known.append(_Known(tuple(messages), tuple(tools), tokens))
 
     def _longest(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Known | None:
-        """Return the longest known beginning of a chat; among equals, the latest."""
+        """Return the longest known chat with which this one begins; among equals, the latest."""
         found: _Known | None = None
         for known in self._known:
             size = len(known.messages)
@@ -213,7 +213,7 @@ class ChatMemory:
 
 
 def as_messages(messages: Messages) -> tuple[Message, ...]:
-    """Validate messages; assistant messages become context, whoever wrote them.
+    """Validate messages; assistant messages become untrained context, whoever wrote them.
 
     Raises:
         InputError: there is no message, or one cannot be read.
@@ -280,9 +280,9 @@ def short_id(*parts: object) -> str:
 
 
 def _same(known: Sequence[Message], sent: Sequence[Message]) -> bool:
-    """Return whether messages that are sent back are the known ones.
+    """Return whether the messages that a client sends back are the known ones.
 
-    Clients write missing text as null, serialise arguments again, and drop separate thoughts.
+    A client may write missing text as null, serialise arguments again, and drop separate thoughts.
     """
     pairs = zip(known, sent, strict=True)
     return all(_key(one) == _key(replace(other, reasoning=other.reasoning or one.reasoning)) for one, other in pairs)
