@@ -87,8 +87,10 @@ def damage(folder: Path, earlier: Path, data: st.DataObject, *, in_place: bool) 
         put(other, content, in_place)
         put(file, swapped, in_place)
     elif kind == "copy":
-        shutil.copyfile(
-            file, folder / data.draw(st.sampled_from(["history-00000099.bin", "history-1.bin", "notes.txt"]))
+        put(
+            folder / data.draw(st.sampled_from(["history-00000099.bin", "history-1.bin", "notes.txt"])),
+            content,
+            in_place,
         )
     elif kind == "old":
         old = data.draw(st.sampled_from(sorted(earlier.glob("[!.]*"))), label="old")
