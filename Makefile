@@ -9,6 +9,8 @@ STAMP := .venv/.installed
 
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
+# uv leaves compiling to the first import. Where it is not kept, each process compiles torch anew, which takes 30 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo test examples ranks-test test-oldest trl-test tinker-test vllm-test verl-test ray-test env-test hosts lint fmt types checks faults bench bench-draft \
   screenshots figures docs dist gpu gpu-check gpu-data peers clean
@@ -18,7 +20,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up .venv, which fetches torch and takes a minute or more"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 # Its options go into ARGS: make demo ARGS='--out runs/demo --seed 1', or ARGS=--real for a pretrained model
@@ -236,7 +238,7 @@ docs: $(DOCS)/.installed
 
 $(DOCS)/.installed: constraints-docs.txt
 	$(PYTHON) -m venv --clear $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints-docs.txt mkdocs-material \
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt mkdocs-material \
 	  'mkdocstrings[python]' ruff
 	touch $@
 
