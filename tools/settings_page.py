@@ -14,9 +14,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-`treering sft CONFIG` and `treering train CONFIG` read a TOML file with these sections. `treering init FILE --model
-MODEL` writes one for your data, and every key can be given behind the file too: `treering sft run.toml
-train.num_steps=20`.
+Look up a key of the TOML files that `treering sft` and `treering train` read. Write a file for your data, and override
+keys behind it:
+
+```bash
+treering init traces.jsonl --model Qwen/Qwen3-0.6B
+treering sft sft.toml optim.learning_rate=1e-5
+```
+
 Unknown keys are refused with the nearest name. `treering sft --help` and `treering train --help` show the same lists.
 """
 
