@@ -24,7 +24,6 @@ from treering.rl.environments.chat import (
     as_messages,
     as_tools,
     short_id,
-    split_calls,
 )
 from treering.rl.environments.environment import Environment, EnvTask
 from treering.rl.environments.policy import CallLimits, Policy, Session
@@ -71,9 +70,6 @@ def turn_of(chat: ChatTokens, text: str, *, tools: bool = True) -> ReadTurn:
 @pytest.mark.parametrize("call", [f"<tool_call>{CALL}</tool_call>", f"\n{CALL}\n"], ids=["tagged", "a line"])
 def test_no_call_inside_a_thought_runs(tmp_path: Path, tags: tuple[str, str], call: str) -> None:
     begin, end = tags
-    for text in (f"{begin}I could {call}", f"{begin}I could {call}{end}No."):
-        assert split_calls(text) == (text, ())
-    assert split_calls(f"{begin}I could {call}{end}{call}")[1] == ADD
     chat = tokens_of(tmp_path)
     tagged = f"<tool_call>{CALL}</tool_call>"
     assert turn_of(chat, f"{begin}I could {call}").calls == ()

@@ -19,7 +19,7 @@ import numpy as np
 from treering.data.formats.chat_messages import decode_messages, decode_tools
 from treering.data.rendering.call_forms import CallForm, PlainForm, find_call_form
 from treering.data.rendering.renderer import Renderer, Template
-from treering.data.rendering.template import CONFIG_FILE, Tools, read_settings
+from treering.data.rendering.template import CONFIG_FILE, read_settings
 from treering.data.rendering.thoughts import answer_start, has_tags, without_headers
 from treering.data.trajectory import Message, ToolCall
 from treering.engine.stop_strings import Decode
@@ -229,28 +229,6 @@ def as_messages(messages: Messages) -> tuple[Message, ...]:
 def as_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     """Validate tool schemas; raise InputError for an invalid one."""
     return decode_tools({"tools": [dict(tool) for tool in tools]}) if tools else ()
-
-
-def split_calls(text: str, form: CallForm | None = None, tools: Tools = ()) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the text of a turn without its tool calls, and the calls in order.
-
-    Calls follow the thought; incomplete calls stay text.
-
-    Args:
-        text: text of the turn.
-        form: form of the calls; None reads a JSON object with "name" and "arguments", between <tool_call> and
-            </tool_call> or on its own line.
-        tools: schemas, which give the types of arguments where the form does not.
-
-    Example:
-        >>> split_calls('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-        ('Let me see.', (ToolCall(name='add', arguments={'a': 1}, id=None),))
-    """
-    start = answer_start(text)
-    if start is None:
-        return text, ()
-    rest, calls = (form or PlainForm()).split(text[start:], tools)
-    return ((text[:start] + rest).strip(), calls) if calls else (text, ())
 
 
 def turn_message(text: str, calls: Sequence[ToolCall], thought: str | None = None) -> dict[str, Any]:
