@@ -10,9 +10,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests import image_models, models
+from tests.hybrids import HYBRIDS, build_hybrid
 from tests.models import VOCAB, build, take_gradients
 from treering.errors import ConfigError, InputError, UnsupportedError
-from treering.families import FAMILIES, Family, register_family
+from treering.families import FAMILIES, IMAGE_FAMILIES, Family, register_family
 from treering.model.checks import check_positions, max_positions
 from treering.model.forward import forward
 from treering.model.patch import patch
@@ -121,3 +123,12 @@ def test_the_last_position_is_allowed_and_the_next_one_is_not() -> None:
     check_positions(10**9, None, what="this", fix="cut it")
     with pytest.raises(InputError, match="the model has 32 positions, and this goes beyond; cut it"):
         check_positions(33, 32, what="this", fix="cut it")
+
+
+def test_every_registered_family_has_a_model_that_the_laws_are_tested_on() -> None:
+    text = {build(family).config.model_type for family in models.FAMILIES}
+    text |= {build_hybrid(family).config.model_type for family in HYBRIDS}
+    images = [image_models.build(family).config for family in image_models.FAMILIES]
+    text |= {config.get_text_config().model_type for config in images}
+    assert set(FAMILIES) <= text
+    assert {config.model_type for config in images} == set(IMAGE_FAMILIES)
