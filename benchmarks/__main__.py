@@ -37,6 +37,10 @@ SUBJECTS = {
         "a pretrained model: GRPO that learns by the plain loop and by Treering's, exactness, profiles",
         "--only --seeds --prompts --folder",
     ),
+    "rehearsal": (
+        "tokens that an update changes, by rate, and forward passes with rehearsals",
+        "--only --seed --folder",
+    ),
     "ranks": ("one and two ranks under torchrun: tokens per second, trees shared by cost", "--runs --only"),
     "faults": ("kills, damaged files and full disks: each run ends right or says why", "--cases --only --seed --full"),
 }
@@ -76,6 +80,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--cases": {"dest": "num_cases", "type": int, "metavar": "N", "help": "how many faults; 300"},
     "faults --only": {"metavar": "KIND", "help": "this kind alone, as a note about a failure names it"},
     "--seed": {"type": int, "metavar": "N", "help": "of the first case; the others have the next ones"},
+    "rehearsal --folder": {"type": Path, "metavar": "DIR", "help": "keeps each part that is done; runs/rehearsal"},
+    "rehearsal --seed": {"type": int, "metavar": "N", "help": "of sums, noise and adapters; 0"},
     "faults --full": {"action": "store_true", "help": "data sets of a million rows and lines of 100 MB"},
 }  # fmt: skip
 """By flag, with the subject before it where it is that subject's own; one that is not given is not passed."""

@@ -1,0 +1,1 @@
+"""What a rehearsed rollout keeps of its tokens, and what it saves."""

@@ -1,0 +1,90 @@
+"""Claim: rollouts that were sampled early, with their own noise, stay mostly the same one update later.
+
+`python -m benchmarks rehearsal` fetches SmolLM2-135M-Instruct (`treering fetch smollm2`) and runs its parts. Each is
+kept in `--folder` when it is done, so that the same command goes on where it was ended. Its figures are counts of
+tokens and passes: no other process changes them.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.common.progress import OnProgress, silent
+from benchmarks.common.timing import chosen
+from benchmarks.common.timing import environment as common_environment
+from benchmarks.real.bench import kept
+from benchmarks.real.tasks import write_task
+from benchmarks.rehearsal.change import NUM_UPDATES, RATES, Policy, of_rate
+from treering.cli.demo import DemoSize, write_config
+from treering.cli.display import LogConsole, PlainConsole
+from treering.cli.fetch import SMOLLM2, fetched
+from treering.cli.train import open_training
+from treering.config import RlConfig, load
+
+NOTE = "an hour on two cores; each part is kept when it is done, and --only change or passes names one"
+TABLES = {
+    "change": ("trained", "rate", "one_update_later", "entropy_nats"),
+    "passes": ("num_forwards", "ratio", "kept_share", "equal_rewards"),
+}
+PARTS = ("change", "passes")
+SIZE = DemoSize(num_prompts=24, prompts_per_step=4, group_size=8, num_epochs=1, max_batch=32)
+
+
+def measure(
+    *, only: Sequence[str] = (), seed: int = 0, folder: Path = Path("runs/rehearsal"), on_progress: OnProgress = silent
+) -> dict[str, Any]:
+    """Run the parts that `folder` does not hold yet, and put together all that it holds."""
+    model = fetched(SMOLLM2, LogConsole(quiet=True))
+    parts = chosen(only, PARTS)
+    if "change" in parts:
+        start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+        for kind, rate in RATES:
+            on_progress(f"chance of a change: {kind} at {rate:g}, {NUM_UPDATES} updates")
+            file = folder / f"change-{kind}-{rate:g}.json"
+            kept(file, lambda own=(kind, rate): of_rate(Policy(model, start, *own, seed)))
+    if "passes" in parts:
+        kept(folder / "passes.json", lambda: passes(folder, model, seed=seed, on_progress=on_progress))
+    held = {file.stem: json.loads(file.read_text(encoding="utf-8"))["found"] for file in sorted(folder.glob("*.json"))}
+    names = {f"change-{kind}-{rate:g}": {"trained": kind, "rate": rate} for kind, rate in RATES}
+    changes = [own | held[name] for name, own in names.items() if name in held]
+    return {
+        **({"change": changes} if changes else {}),
+        **({"passes": held["passes"]} if "passes" in held else {}),
+        "environment": common_environment(model="SmolLM2-135M-Instruct, float32", num_threads=torch.get_num_threads()),
+    }
+
+
+def passes(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> dict[str, Any]:
+    """Count the forward passes of an epoch of GRPO on sums in words, without drafts, by `rl.rehearse`."""
+    found: dict[str, Any] = {}
+    for name in ("off", "on"):
+        place = folder / f"passes-{name}"
+        own = write_task("sums", place, model, SIZE, seed=seed, temperature=1.0)
+        del own["eval"]  # type: ignore[attr-defined]
+        own["optim"]["learning_rate"] = 1e-6  # type: ignore[index]
+        own["sampling"]["max_tokens"] = 128  # type: ignore[index]
+        config = load(RlConfig, write_config(place, SIZE, own, side="treering", seed=seed))
+        config = replace(config, rl=replace(config.rl, rehearse=name), history=replace(config.history, drafts="off"))
+        with open_training(config, config_dir=place, console=PlainConsole(quiet=True)) as run:
+            reports = list(run.steps)
+        on_progress(f"passes: {len(reports)} steps, rehearse={name}")
+        found[name] = {
+            "num_forwards": [report.engine.num_forwards for report in reports],
+            "num_sampled": [report.engine.num_sampled for report in reports],
+            "rewards": [report.rollouts.reward_mean for report in reports],
+            "num_kept": sum(report.engine.num_kept for report in reports),
+            "num_rehearsed": sum(report.engine.num_rehearsed for report in reports),
+        }
+    total = {name: sum(own["num_forwards"]) for name, own in found.items()}
+    return {
+        "num_forwards": total,
+        "ratio": total["off"] / total["on"],
+        "kept_share": found["on"]["num_kept"] / max(1, found["on"]["num_rehearsed"]),
+        "equal_rewards": found["on"]["rewards"] == found["off"]["rewards"],
+        "steps": found,
+    }

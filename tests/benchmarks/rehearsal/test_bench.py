@@ -1,0 +1,50 @@
+"""The chance of a change: counted on a policy whose updates are known, and its table."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks.rehearsal.change import Drawn, Policy, facts_of
+
+from tests.models import build_float64
+from treering.engine.protocol import Request, Sampling
+from treering.engine.torch_engine import TorchEngine
+
+SAMPLING = Sampling(max_tokens=24)
+REQUESTS = [Request(prompt_id="q", prompt=[3, 5, 7], sampling=SAMPLING, draw=4, sample=i) for i in range(6)]
+
+
+def policy() -> Any:
+    """Return what `Policy.draw_again` uses of a policy: an engine."""
+    return SimpleNamespace(engine=TorchEngine(build_float64().eval(), max_batch=8, max_prefill=8192))
+
+
+def test_the_same_weights_keep_every_token() -> None:
+    own = policy()
+    tokens = [rollout.tokens for rollout in sorted(own.engine.generate(REQUESTS), key=lambda each: each.sample)]
+    found = Policy.draw_again(own, REQUESTS, tokens)
+    # The last token of a rollout is sampled as always, after the others were drawn again.
+    assert (found.num_kept, found.num_changed, found.num_tokens) == (6 * 23, 0, 6 * 24)
+    assert own.engine.num_unfinished == 0
+
+
+def test_a_changed_token_is_counted_once_and_ends_what_is_kept() -> None:
+    own = policy()
+    tokens = [rollout.tokens.copy() for rollout in sorted(own.engine.generate(REQUESTS), key=lambda each: each.sample)]
+    for i, each in enumerate(tokens):
+        each[3 * i] = (each[3 * i] + 1) % 8
+    found = Policy.draw_again(own, REQUESTS, tokens)
+    assert (found.num_kept, found.num_changed) == (sum(3 * i for i in range(6)), 6)
+
+
+def test_the_chance_of_a_change_is_over_tokens_whose_past_stayed() -> None:
+    found = facts_of(
+        [Drawn(num_kept=90, num_changed=6, num_tokens=200), Drawn(num_kept=10, num_changed=4, num_tokens=50)]
+    )
+    assert found["change"] == 10 / 110
+    assert found["kept_share"] == 100 / 250
+    half = found["pays_up_to_tokens"]
+    # At this length half of the tokens are kept.
+    assert (1 - np.exp(-found["change"] * half)) / (found["change"] * half) == pytest.approx(0.5, abs=1e-3)
+    assert facts_of([Drawn(num_kept=5, num_changed=0, num_tokens=5)])["pays_up_to_tokens"] == 0.0
