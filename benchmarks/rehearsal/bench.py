@@ -60,7 +60,7 @@ def measure(
 
 
 def passes(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> dict[str, Any]:
-    """Count the forward passes of an epoch of GRPO on sums in words, without drafts, by `rl.rehearse`."""
+    """Count the forward passes of an epoch of GRPO on sums as text, without drafts, by `rl.rehearse`."""
     found: dict[str, Any] = {}
     for name in ("off", "on"):
         place = folder / f"passes-{name}"

@@ -21,6 +21,7 @@ ALIKE = (
     "loop",
     "ranks",
     "real",
+    "rehearsal",
     "faults",
     "trl",
     "trl_rollouts",
