@@ -242,7 +242,7 @@ def test_several_rewards_are_summed_by_weight_without_those_that_abstain() -> No
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return undefined", r"own\.py:2: NameError: name 'undefined'.* with the text 'yes'"),
+        ("return undefined", r"own\.py:2: NameError: name 'undefined'.*, text 'yes'"),
         ("return 'good'", r"own\.py:1: a reward must be one finite number"),
         ("raise SystemExit(1)", r"own\.py:2: InputError: a task must not end the run"),
     ],

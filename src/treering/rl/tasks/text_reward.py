@@ -278,13 +278,13 @@ class TextReward:
             error = in_copy(lambda: self._trial_error(prompt), time_limit_s)
         except TimeoutError:
             raise InputError(
-                f"{self.name} took longer than runtime.reward_time_limit_s = {time_limit_s:g} s in its trial call, on "
-                f"{prompt.name} with the text {(prompt.answer or '')!r:.60}; set a time limit for whatever it waits "
+                f"{self.name} took longer than runtime.reward_time_limit_s = {time_limit_s:g} s in its trial call "
+                f"(prompt {prompt.name}, text {(prompt.answer or '')!r:.60}); set a time limit for whatever it waits "
                 "for, or raise the setting"
             ) from None
         if error:
             raise InputError(
-                f"{self.name} raised {error} on {prompt.name} with the text {(prompt.answer or '')!r:.60}; a reward "
+                f"{self.name} raised {error} (prompt {prompt.name}, text {(prompt.answer or '')!r:.60}); a reward "
                 "returns a number for every text, or None to skip it"
             )
 
