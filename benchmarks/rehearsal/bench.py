@@ -7,7 +7,6 @@ tokens and passes: no other process changes them.
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,8 @@ def passes(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> 
         del own["eval"]  # type: ignore[attr-defined]
         own["optim"]["learning_rate"] = 1e-6  # type: ignore[index]
         own["sampling"]["max_tokens"] = 128  # type: ignore[index]
-        config = load(RlConfig, write_config(place, SIZE, own, side="treering", seed=seed))
-        config = replace(config, rl=replace(config.rl, rehearse=name), history=replace(config.history, drafts="off"))
+        file = write_config(place, SIZE, own, side="treering", seed=seed)
+        config = load(RlConfig, file, [f"rl.rehearse={name}", "history.drafts=off"])
         with open_training(config, config_dir=place, console=PlainConsole(quiet=True)) as run:
             reports = list(run.steps)
         on_progress(f"passes: {len(reports)} steps, rehearse={name}")
