@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from benchmarks.real.exact import requests_of
 from treering.cli.demo import sums_in_words
-from treering.engine.protocol import Request, Rollout, Sampling
+from treering.engine.protocol import Request, Rollout
 from treering.engine.torch_engine import TorchEngine
 from treering.objectives import grpo
 from treering.train.step import backward
@@ -52,7 +53,7 @@ class Drawn:
 class Policy:
     """A pretrained model, its engine, and updates by GRPO on sums at a constant rate."""
 
-    def __init__(self, folder: Path, start: PreTrainedModel, *, kind: str, rate: float, seed: int) -> None:
+    def __init__(self, folder: Path, start: PreTrainedModel, kind: str, rate: float, seed: int) -> None:
         """Trains a copy of `start`."""
         torch.manual_seed(seed)
         self.model: Any = copy.deepcopy(start)
@@ -66,16 +67,14 @@ class Policy:
         self._optimizer = torch.optim.AdamW([each for each in self.model.parameters() if each.requires_grad], lr=rate)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._lines = sums_in_words(NUM_PROMPTS, seed)
-        self._prompts = [self._encode(line["prompt"]) for line in self._lines]
+        self._requests = requests_of(folder, num_prompts=NUM_PROMPTS, size=GROUP_SIZE, seed=seed)
+        self._prompts = [each.prompt for each in self._requests[::GROUP_SIZE]]
 
     def requests(self, draw: int, temperature: float = 1.0) -> list[Request]:
         """The step's requests; `draw` names their noise."""
-        (end,) = {int(self._tokenizer.eos_token_id)}
-        sampling = Sampling(max_tokens=MAX_TOKENS, temperature=temperature, stop_tokens=(end,))
         return [
-            Request(prompt_id=line["prompt_id"], prompt=prompt, sampling=sampling, draw=draw, sample=i)
-            for line, prompt in zip(self._lines, self._prompts, strict=True)
-            for i in range(GROUP_SIZE)
+            replace(each, draw=draw, sampling=each.sampling.changed(max_tokens=MAX_TOKENS, temperature=temperature))
+            for each in self._requests
         ]
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
@@ -112,12 +111,6 @@ class Policy:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self.engine.update_weights(version)
-
-    def _encode(self, text: str) -> TokenIds:
-        chat = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-        )
-        return np.array(self._tokenizer(chat, add_special_tokens=False)["input_ids"], np.int32)
 
 
 def of_rate(policy: Policy) -> dict[str, Any]:

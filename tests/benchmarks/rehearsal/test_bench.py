@@ -1,11 +1,14 @@
 """The chance of a change: counted on a policy whose updates are known, and its table."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
-from benchmarks.rehearsal.change import Drawn, Policy, facts_of
+from benchmarks.rehearsal import bench
+from benchmarks.rehearsal.change import RATES, Drawn, Policy, facts_of
 
 from tests.models import build_float64
 from treering.engine.protocol import Request, Sampling
@@ -48,3 +51,15 @@ def test_the_chance_of_a_change_is_over_tokens_whose_past_stayed() -> None:
     # At this length half of the tokens are kept.
     assert (1 - np.exp(-found["change"] * half)) / (found["change"] * half) == pytest.approx(0.5, abs=1e-3)
     assert facts_of([Drawn(num_kept=5, num_changed=0, num_tokens=5)])["pays_up_to_tokens"] == 0.0
+
+
+def test_every_rate_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "fetched", lambda *_: tmp_path)
+    monkeypatch.setattr(bench.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: build_float64())
+    made = create_autospec(Policy)
+    monkeypatch.setattr(bench, "Policy", made)
+    monkeypatch.setattr(bench, "of_rate", lambda _policy: {"one_update_later": {}})
+    for _ in range(2):
+        report = bench.measure(only=("change",), folder=tmp_path)
+        assert [(row["trained"], row["rate"]) for row in report["change"]] == list(RATES)
+    assert made.call_count == len(RATES)
