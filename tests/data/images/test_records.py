@@ -1,6 +1,7 @@
 """Images of records in the forms of datasets; bad ones are refused with file and line."""
 
 import json
+import re
 
 import pyarrow
 import pytest
@@ -183,8 +184,30 @@ REFUSED = {
     ),
     "numbered_tag": (
         {"messages": [user_text("<|image_1|>\nWhere?"), SAID], "task_id": 1, "images": ["a.png"]},
-        r"is written <image>, in the order of images, got <\|image_1\|>",
+        r"is written <image> in the text of a message, in the order of images, got <\|image_1\|>",
     ),
+    "numbered_tag_too_many": (
+        {"messages": [user_text("<image> and <|image_2|>"), SAID], "task_id": 1, "images": ["a.png"]},
+        r"is written <image> .* got <\|image_2\|>",
+    ),
+    **{
+        f"tag_{tag}": (
+            {"messages": [user_text(f"Look: {tag} Where?"), SAID], "task_id": 1, "images": ["a.png"]},
+            rf"is written <image> .* got {re.escape(tag)}",
+        )
+        for tag in ("<Image>", "<image/>", "< image >", "<img>", "[IMG]", "[image]")
+    },
+    **{
+        f"tag_in_a_result_{name}": (
+            {"messages": [user_text("Look."), *result, SAID], "task_id": 1, "images": ["a.png"]},
+            "is written <image> .* got <image> in another spelling or in a tool's result",
+        )
+        for name, result in {
+            "text": [user({"type": "tool_result", "content": "See <image>"})],
+            "parts": [user({"type": "tool_result", "content": [{"type": "text", "text": "See <image>"}]})],
+            "item": [{"type": "function_call_output", "call_id": "c", "output": "See <image>"}],
+        }.items()
+    },
     "columns": ({"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": ["a"], "image": "a"}, "has both"),
     "text_prompt": ({"prompt": "a", "completion": "b", "images": ["a.png"]}, "images changes what is trained"),
     "tokens": ({"tokens": [1, 2], "task_id": 1, "images": ["a.png"]}, "images changes what is trained"),

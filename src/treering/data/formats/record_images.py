@@ -24,13 +24,17 @@ MAX_IMAGES = 1024
 
 TAG = "<image>"
 """Tag in a text for an image of the columns, as in LLaVA's data."""
-_OTHER_TAG = re.compile(r"<\|?image[ _-]?\d+\|?>|<\|image\|>|<image_?(placeholder|here)>", re.IGNORECASE)
-"""Tags of other tools, which differ in numbering and order."""
+_OTHER_TAG = re.compile(
+    r"<\|?image[ _-]?\d+\|?>|<\|image\|>|<image_?(placeholder|here)>|<\s*(image|img)\s*/?>|\[(image|img)\]", re.IGNORECASE
+)
+"""Tags of other tools, which differ in spelling, numbering and order, and `TAG` where it is not read."""
 BEFORE_TEXT = "images without a part of their own stand before the first user's text, as TRL puts them"
 """Note on records whose messages have no parts for the images of the columns."""
 
 _MESSAGES = (("messages",), ("prompt", "completion"), ("prompt", "chosen"), ("prompt", "rejected"))
 """Groups of keys whose messages are read in sequence; each group uses the images of the columns from the start."""
+_SHOWN = ("content", "output")
+"""Keys of a message that hold its text, or the text of a tool's result."""
 _TYPES = ("image", "image_url", "input_image")
 _TEXTS = ("text", "input_text", "output_text")
 _VALUES = ("image", "image_url", "url", "path", "base64", "source")
@@ -67,8 +71,9 @@ def with_images(record: Mapping[str, Any], folder: Path, where: str, note: Calla
         has_parts = any(_has_parts(one) for key in in_a_row for one in record[key])
         if sources or has_parts:
             messages = {key: [_with_tags(one) for one in given] for key, given in messages.items()}
-        if sources and not any(_has_parts(one) for given in messages.values() for one in given):
+        if sources and not has_parts:
             _check_other_tags(messages, where)
+        if sources and not any(_has_parts(one) for given in messages.values() for one in given):
             messages[in_a_row[0]] = _before_first_text(messages[in_a_row[0]], len(sources))
             note(BEFORE_TEXT)
         _check_places(messages, len(sources), where)
@@ -113,12 +118,22 @@ def _contents(messages: Mapping[str, Sequence[Any]]) -> Iterator[object]:
 
 
 def _check_other_tags(messages: Mapping[str, Sequence[Any]], where: str) -> None:
-    tag = next((found for part in _contents(messages) if (found := _OTHER_TAG.search(_text_of(part)))), None)
+    """Refuse tags in other spellings, and tags in results of tools, whose images are not read."""
+    shown = (one.get(key) for given in messages.values() for one in given if isinstance(one, dict) for key in _SHOWN)
+    tag = next((found for text in _texts_in(list(shown)) if (found := _OTHER_TAG.search(text))), None)
     if tag is not None:
         raise InputError(
-            f"{where}: the place of an image in a text is written {TAG}, in the order of images, got {tag[0]}; "
-            "replace it"
+            f"{where}: the place of an image is written {TAG} in the text of a message, in the order of images, got "
+            f"{tag[0]} in another spelling or in a tool's result; replace it"
         )
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(inner)
 
 
 def _check_places(messages: Mapping[str, Sequence[Any]], num_sources: int, where: str) -> None:
