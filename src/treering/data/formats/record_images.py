@@ -25,7 +25,8 @@ MAX_IMAGES = 1024
 TAG = "<image>"
 """Tag in a text for an image of the columns, as in LLaVA's data."""
 _OTHER_TAG = re.compile(
-    r"<\|?image[ _-]?\d+\|?>|<\|image\|>|<image_?(placeholder|here)>|<\s*(image|img)\s*/?>|\[(image|img)\]", re.IGNORECASE
+    r"<\|?image[ _-]?\d+\|?>|<\|image\|>|<image_?(placeholder|here)>|<\s*(image|img)\s*/?>|\[(image|img)\]",
+    re.IGNORECASE,
 )
 """Tags of other tools, which differ in spelling, numbering and order, and `TAG` where it is not read."""
 BEFORE_TEXT = "images without a part of their own stand before the first user's text, as TRL puts them"
