@@ -16,15 +16,6 @@ from treering.engine.protocol import Rollout
 from treering.rl.tasks.task import Prompt, RewardValue
 
 
-class Slow(TinyTask):
-    """Task in which one reward of the first step never returns."""
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        if (rollout.draw, rollout.sample) == (0, 2):
-            hang()
-        return share_of_even_tokens(rollout)
-
-
 class DeadlyOnce(TinyTask):
     """Task in which the reward worker dies only at the very first reward."""
 
@@ -112,8 +103,9 @@ ENDING: Mapping[str, Callable[[], object]] = {
     "exits with 3": partial(os._exit, 3),
     "closes its files": partial(os.closerange, 3, 999),
     "dies": die,
+    "hangs": hang,
 }
-"""Actions that end the process of a reward."""
+"""Actions that end the process of a reward, or stop it for ever."""
 
 
 class Doing(TinyTask):

@@ -106,7 +106,7 @@ def test_twenty_kills_at_random_moments_leave_the_same_weights_and_an_exact_acco
 
 def test_a_reward_over_the_time_limit_leaves_out_only_its_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     tick(monkeypatch, rewards)
-    with pipeline(TinyRecipe(task=tasks.Slow), num_steps=1, reward_time_limit_s=1000.0) as loop:
+    with pipeline(TinyRecipe(task=partial(tasks.Doing, "hangs")), num_steps=1, reward_time_limit_s=1000.0) as loop:
         report = loop.step().rollouts
         account = loop.account
     assert report.num_reward_errors == account.reward_errors == 2

@@ -35,6 +35,9 @@ def ray_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
         environment.setenv("RAY_process_group_cleanup_enabled", "1")
+        # Ray would start a process for each CPU.
+        environment.setenv("RAY_enable_worker_prestart", "0")
+        environment.setenv("RAY_prestart_worker_first_driver", "0")
         start_ray()
         yield
         ray.shutdown()
