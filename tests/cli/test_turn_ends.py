@@ -96,6 +96,18 @@ def test_adapters_name_the_ends_too_and_the_card_loads_them(folder: Path, sft: C
     assert "model.generation_config = GenerationConfig.from_pretrained(" in (checkpoint / "README.md").read_text()
 
 
+def test_adapters_on_a_base_that_names_all_ends_name_them_too(folder: Path, sft: Call) -> None:
+    ends = [0, TOKENS.index("<|im_end|>"), TOKENS.index("<|eot_id|>"), TOKENS.index("<|call|>")]
+    base = save_base(folder / "base", KINDS["llama 3"][0], ends)
+    checkpoint, _ = fitted(folder, sft, [{"messages": CHAT}], "lora.rank=8", "train.num_steps=1")
+    assert GenerationConfig.from_pretrained(checkpoint).eos_token_id == ends
+    # Other tools save no generation settings with adapters: the server asks the base model.
+    (checkpoint / "generation_config.json").unlink()
+    with opened(ServeOptions(name=str(checkpoint), port=0, max_batch=2, max_tokens=64, device="cpu")) as server:
+        assert sorted(server._ends) == ends
+    assert base.is_dir()
+
+
 VICUNA = (
     "{% for m in messages %}{{ 'USER' if m.role == 'user' else 'ASSISTANT' }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"

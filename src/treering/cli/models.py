@@ -211,12 +211,22 @@ def load_checkpoint(folder: Path, *, takes_images: bool = False) -> nn.Module:
     require("a checkpoint of adapters", "peft")
     from peft import PeftModel
 
-    settings = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())
-    name, revision = settings["base_model_name_or_path"], settings["revision"]
-    base = find_folder(name, [Path()], setting="the base model of the adapters", revision=revision)
-    model = _load(base, "the base model of the adapters", takes_images=takes_images)
+    model = _load(base_of(folder), "the base model of the adapters", takes_images=takes_images)
     loaded: nn.Module = PeftModel.from_pretrained(model, folder)
     return loaded
+
+
+def base_of(folder: Path) -> Path:
+    """Return the folder of the base model of a checkpoint's adapters; the checkpoint itself if it has none.
+
+    Raises:
+        InputError: the base model is no longer found.
+    """
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
+        return folder
+    settings = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())
+    name, revision = settings["base_model_name_or_path"], settings.get("revision")
+    return find_folder(name, [Path()], setting="the base model of the adapters", revision=revision)
 
 
 def _check_same_tokenizer(folder: Path, tokenizer: Path) -> None:

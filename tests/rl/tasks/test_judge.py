@@ -138,6 +138,9 @@ def test_an_answer_without_a_text_fails_its_response_alone_and_is_not_kept(
         (None, 'thus {"score": 0.5, "why": "{}"}', 0.5),
         (None, "7", None),
         (None, '{"mark": 7}', None),
+        (None, '<think>{"score": 9}?</think>{"score": 2}', 2.0),
+        (None, '<think>{"score": 9}', None),
+        (r"(\d)", "<think>so 9", None),
     ],
 )
 def test_a_score_is_the_last_match_or_a_field_of_json(

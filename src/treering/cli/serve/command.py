@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.display import PlainConsole
 from treering.cli.eval.command import find_weights
-from treering.cli.models import choose_device, load_checkpoint
+from treering.cli.models import base_of, choose_device, load_checkpoint
 from treering.cli.serve.options import ServeOptions
 from treering.engine.host import EngineHost
 from treering.engine.torch_engine import TorchEngine
@@ -62,7 +62,7 @@ def opened(options: ServeOptions) -> Iterator[Server]:
     )
     engine.refresh_history()
     chat = None if texts is None else _chat_tokens(weights)
-    stops = () if texts is None else find_stop_tokens(texts, None if chat is None else chat.form, model=weights)
+    stops = () if texts is None else _stops(texts, chat, weights)
     num_positions = min(max_positions(model) or options.max_tokens, options.max_tokens)
     with (
         EngineHost(engine) as host,
@@ -114,6 +114,13 @@ def _training(
             log=lambda line: PlainConsole(stderr=True, highlight=False).print(line, soft_wrap=True, emoji=False),
         ),
     )
+
+
+def _stops(texts: TextTokens, chat: ChatTokens | None, weights: Path) -> Sequence[StopToken]:
+    """Return the stop tokens of a checkpoint; other tools save none with adapters, but their base model has some."""
+    form = None if chat is None else chat.form
+    found = [stop for place in (base_of(weights), weights) for stop in find_stop_tokens(texts, form, model=place)]
+    return list({stop.token_id: stop for stop in found}.values())
 
 
 def _chat_tokens(folder: Path) -> ChatTokens | None:

@@ -139,10 +139,11 @@ def _kept(file: Path) -> str | None:
 
 
 def _number(reply: str, pattern: str | None) -> float:
+    answer = answer_part(reply)
     try:
         if pattern is not None:
-            return float(re.findall(pattern, reply)[-1])
-        return float(json.loads(reply[reply.index("{") : reply.rindex("}") + 1])["score"])
+            return float(re.findall(pattern, answer)[-1])
+        return float(json.loads(answer[answer.index("{") : answer.rindex("}") + 1])["score"])
     except (ValueError, LookupError, TypeError) as error:
         wanted = 'a JSON object with a number "score"' if pattern is None else f"a number that {pattern} finds"
         raise InputError(

@@ -537,13 +537,14 @@ def num_tensor_bytes(state: object) -> int:
 
 
 def _save_ends(model: PreTrainedModel, stop_tokens: Iterable[int], draft: Path) -> None:
-    """Add stop tokens to the eos ids in the generation settings of a checkpoint."""
+    """Add stop tokens to the eos ids in the generation settings of a checkpoint, which adapters lack otherwise."""
     saved = copy.deepcopy(model.generation_config) or GenerationConfig()
     old = saved.eos_token_id
     known = old if isinstance(old, list) else [] if old is None else [old]
     ids = list(dict.fromkeys([*known, *stop_tokens]))
     if len(ids) > len(known):
         saved.eos_token_id = ids
+    if len(ids) > len(known) or has_adapter(model):
         # Not `save_pretrained`, which refuses settings that many published models have.
         saved.to_json_file(draft / "generation_config.json")
 
