@@ -51,6 +51,9 @@ REFUSED = [
     {"input_ids": [5], "output_ids": [7]},
     {"prompt_token_ids": [5], "completion_token_ids": [7], "response_token_ids": [8]},
     {"prompt_token_ids": [5, 6], "output_ids": [5, 6, 7]},
+    {"prompt_token_ids": [5.0, 6.0]},
+    {"completion_token_ids": [7], "prompt_token_ids": "[5, 6]"},
+    {"tokens": {"prompt_ids": [5, 6], "completion_ids": [7]}},
     {"prompt_token_ids": [5], "chosen_input_ids": [5]},
     {"prompt_token_ids": [5, 6], "completion_token_ids": [7], "completion_logprobs": [-1.0, -2.0]},
 ]

@@ -167,8 +167,14 @@ def are_ids(key: str, value: object) -> bool:
 
     Example: `"completion_tokens": [7, 8]` does; `"completion_tokens": 2`, a count, does not.
     """
-    is_named = any(pattern.fullmatch(plain_key(key)) for pattern in (PROMPT_IDS, SAMPLED_IDS, _OTHER_IDS))
-    return is_named and isinstance(value, list) and bool(value) and all(type(one) in (int, list) for one in value)
+    if not any(pattern.fullmatch(plain_key(key)) for pattern in (PROMPT_IDS, SAMPLED_IDS, _OTHER_IDS)):
+        return False
+    if isinstance(value, dict):
+        return any(are_ids(name, inner) for name, inner in value.items())
+    # Tables may turn integers into floats, and lists into text.
+    if isinstance(value, str):
+        return value.lstrip().startswith("[") and any(letter.isdigit() for letter in value)
+    return isinstance(value, list) and bool(value) and all(type(one) in (int, float, list) for one in value)
 
 
 def are_logprobs(key: str, value: object) -> bool:
