@@ -31,9 +31,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "$(MARKS)" tests
 
-# Whether every example learns what its page says. About half an hour; one alone: make examples ARGS='-k sums'
+# Whether every example, and the demo, learns what its page says. About half an hour; one alone: make examples ARGS='-k sums'
 examples: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m learns -o timeout=1800 tests/examples $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m learns -o timeout=1800 tests/examples tests/cli/test_demo.py $(ARGS)
 
 # Models that several processes train together, 2 and 4 of one thread each, on gloo. About four minutes on two cores.
 ranks-test: $(STAMP)
