@@ -272,6 +272,14 @@ def with_noisy_embedding() -> nn.Module:
     return model
 
 
+def with_batch_norm() -> nn.Module:
+    model = build().train()
+    mlp = model.model.layers[0].mlp
+    mlp.norm = nn.BatchNorm1d(mlp.down_proj.out_features)
+    mlp.register_forward_hook(lambda _module, _args, output: mlp.norm(output.transpose(1, 2)).transpose(1, 2))
+    return model
+
+
 def prefix_tuned() -> nn.Module:
     return get_peft_model(build("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 
@@ -310,6 +318,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         adapted(OFTConfig(target_modules=Q, r=2, oft_block_size=0, module_dropout=0.1)),
         r"oft_dropout.* has p=0\.1",
     ),
+    "batch norm": (with_batch_norm, r"BatchNorm1d 'model\.layers\.0\.mlp\.norm' averages over its batch"),
     "noise on the embedding": (with_noisy_embedding, "forward hook neftune_post_forward_hook.*neftune_noise_alpha"),
     "no language model": (lambda: nn.Linear(2, 2), "needs a Hugging Face causal language model.*got Linear"),
     "no head": (lambda: build().model, "Qwen3Model has no output head"),
@@ -335,7 +344,7 @@ def test_recurrent_layers_of_an_old_transformers_are_refused_with_the_version(mo
     assert forward(retyped("bamba", build()), FOREST).logprobs.shape == (FOREST.num_tokens,)
 
 
-@pytest.mark.parametrize("name", ["noise on the embedding", "dropped ranks", "Poly"])
+@pytest.mark.parametrize("name", ["noise on the embedding", "dropped ranks", "Poly", "batch norm"])
 def test_a_patch_refuses_what_would_not_be_exact(name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(UnsupportedError, match=message):

@@ -3,6 +3,8 @@
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from treering.errors import InputError, UnsupportedError
 from treering.model.tree_model import TreeModel, unwrap
@@ -13,10 +15,17 @@ from treering.ranks.units import own_hooks
 def check_no_dropout(model: TreeModel) -> None:
     """Refuse active dropout: a shared token would get one mask, but several if its branches were trained separately.
 
+    Batch norms are refused as well, since they average over a batch that counts a shared token once.
+
     Raises:
-        UnsupportedError: a rate above 0 in training mode; names it.
+        UnsupportedError: a rate above 0 or a batch norm in training mode; names it.
     """
     for name, module in model.model.named_modules():
+        if module.training and isinstance(module, _BatchNorm | _InstanceNorm):
+            raise UnsupportedError(
+                f"{type(module).__name__} {name!r} averages over its batch, and a tree computes a shared token once; "
+                "use a norm of single tokens, such as LayerNorm, or put the module in evaluation mode"
+            )
         setting, rate = dropout_of(module) if module.training else ("", 0.0)
         if rate > 0:
             raise UnsupportedError(
