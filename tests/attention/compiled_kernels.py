@@ -26,7 +26,8 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KERNELS = {"forward": forward_kernel, "query_gradient": query_gradient_kernel, "key_gradient": key_gradient_kernel}
 INDEXES = ("first_ptr", "stop_ptr", "limit_ptr", "position_ptr", "items_ptr", "visits_ptr", "splits_ptr")
 WIDE = ("lse_ptr", "delta_ptr", "sinks_ptr", "slots_ptr")
-HEADS = ((128, torch.bfloat16), (80, torch.float16), (256, torch.bfloat16), (128, torch.float32))
+HEADS = ((80, torch.float16), (256, torch.bfloat16), (128, torch.float32))
+"""Heads of each choice of tiles; those of 128 in 16 bits have the tiles of 80."""
 EVERYTHING = Form(scale=0.1, window=100, softcap=50.0)
 
 
