@@ -141,6 +141,28 @@ def test_branches_and_other_prompts_share_what_they_begin_with(model: PreTrained
         assert prefilled(engine, other, num_kept) == 2
 
 
+@pytest.mark.parametrize("max_prefill", [512, 7])
+def test_prompts_that_wait_together_compute_their_common_beginning_once(
+    model: PreTrainedModel, max_prefill: int
+) -> None:
+    # Three groups of three prompts: all begin with 20 tokens, each group with 18 more, and each prompt ends in 5 others.
+    rng = np.random.default_rng(0)
+    draw = lambda size: rng.integers(0, VOCAB, size).astype(np.int32)  # noqa: E731
+    prompts = [np.concatenate([PROMPT, group, draw(5)]) for group in (draw(18), draw(18), draw(18)) for _ in range(3)]
+    requests = [
+        Request(prompt_id=f"{i}", prompt=prompt, sampling=Sampling(max_tokens=4)) for i, prompt in enumerate(prompts)
+    ]
+    engine = TorchEngine(model, max_tokens=4000, max_prefill=max_prefill)
+    found = {rollout.prompt_id: rollout for rollout in engine.generate(requests)}
+    # A row computes the last token of its prompt itself.
+    assert engine.stats.num_prefilled == PROMPT.size + 3 * 18 + 9 * 4
+    for request in requests:
+        (alone,) = TorchEngine(model).generate([request])
+        rollout = found[request.prompt_id]
+        assert rollout.tokens.tolist() == alone.tokens.tolist()
+        np.testing.assert_allclose(rollout.policy_logprobs, alone.policy_logprobs, atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("num_slots", [4000, 70])
 def test_reused_keys_change_no_token(model: PreTrainedModel, num_slots: int) -> None:
     """Ask random trees of contexts in random order; 70 slots evict most spans."""

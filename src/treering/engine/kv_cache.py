@@ -191,6 +191,8 @@ class Prefix:
     """Number of running rows that read it."""
     start: int | None = None
     """First slot; None while it has no span."""
+    awaited: "Prefix | None" = None
+    """Prefix with the same beginning that is being computed, whose keys and values this one will copy."""
 
     @property
     def num_computed(self) -> int:

@@ -318,6 +318,7 @@ class TorchEngine(Engine):
         table = self._table
         if self._speculation.wants_costs:
             self._speculation.use_costs(self.measure_costs())
+        table.copy_awaited()
         chunks = plan_chunks(table.prefixes.incomplete(), self._settings.max_prefill)
         if chunks:
             # A pass writes all keys before any token reads them, so a row can join the last chunk of its prefix.

@@ -6,7 +6,7 @@ Rows 0 to B - 1 are running; the last row replaces a removed one, so there are n
 """
 
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -180,6 +180,14 @@ class Table:
         self.num_changes += 1
         return True
 
+    def copy_awaited(self) -> None:
+        """Copy the tokens that prefixes have waited for, as far as the last pass computed them."""
+        waiting = [prefix for prefix in self.prefixes.incomplete() if prefix.awaited is not None]
+        for prefix in waiting:
+            self._fill_prefix(prefix, self._copies(prefix.tokens, prefix.num_computed))
+        if waiting:
+            self.mark_ready()
+
     def has_missing(self) -> bool:
         """Return whether a running row has more than its last token to compute."""
         c, rows = self.columns, slice(self.num_rows)
@@ -283,14 +291,17 @@ class Table:
     def _copy_known(self, row: int, request: Request, prefix: Prefix) -> None:
         """Copy the keys and values of a new row that are already computed elsewhere."""
         c = self.columns
-        for copy in self._prefix_copies(prefix):
-            assert prefix.start is not None
-            self._copy(copy, prefix.start)
-            self.prefixes.allocator.set_computed(prefix.start, copy.first + copy.num_tokens)
+        self._fill_prefix(prefix, self._prefix_copies(prefix))
         c.is_ready[row] = prefix.is_complete
         for copy in self._own_copies(request, prefix):
             self._copy(copy, int(c.own_start[row]) - prefix.num_tokens)
             c.num_computed[row] += copy.num_tokens
+
+    def _fill_prefix(self, prefix: Prefix, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            assert prefix.start is not None
+            self._copy(copy, prefix.start)
+            self.prefixes.allocator.set_computed(prefix.start, copy.first + copy.num_tokens)
 
     def _prefix_copies(self, prefix: Prefix) -> list[Copy]:
         """Return the copies that fill in a prefix's missing tokens."""

@@ -121,18 +121,31 @@ class PrefillChunk:
         self.prefix.allocator.set_computed(self.prefix.start, self.first + self.num_tokens)
 
 
+_LEAST_AWAITED = 16
+"""Tokens that a prefix starts to wait for, a page of `PagedAllocator`; fewer are computed twice."""
+
+
+def _waits(prefix: Prefix, other: Prefix) -> bool:
+    """Return whether a prefix should wait for what it shares with another one that is being computed."""
+    shared = prefix.num_computed + (1 if prefix.awaited is other else _LEAST_AWAITED)
+    return min(prefix.num_tokens, other.num_tokens) >= shared and bool(
+        prefix.tokens[:shared].tobytes() == other.tokens[:shared].tobytes()
+    )
+
+
 def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[PrefillChunk]:
     """Return chunks of the missing prefix tokens, at most `max_tokens` in all, and mark them as computed.
 
     A pass writes all keys before any token reads, so a prefix can continue in the same pass after the tokens that it
-    shares with an earlier one.
+    shares with an earlier one, where both read the same slots. Elsewhere it waits, to copy them after the pass.
 
     Example: prefixes with 300 and 500 missing tokens and max_tokens=512 give chunks of 300 and 212.
     """
-    chunks = []
+    chunks: list[PrefillChunk] = []
     for prefix in prefixes:
+        prefix.awaited = next((chunk.prefix for chunk in chunks if _waits(prefix, chunk.prefix)), None)
         num_tokens = min(prefix.num_tokens - prefix.num_computed, max_tokens)
-        if num_tokens > 0:
+        if num_tokens > 0 and prefix.awaited is None:
             chunk = PrefillChunk(prefix=prefix, first=prefix.num_computed, num_tokens=num_tokens)
             chunk.complete()
             chunks.append(chunk)
