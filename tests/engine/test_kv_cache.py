@@ -145,10 +145,10 @@ def test_branches_and_other_prompts_share_what_they_begin_with(model: PreTrained
 def test_prompts_that_wait_together_compute_their_common_beginning_once(
     model: PreTrainedModel, max_prefill: int
 ) -> None:
-    # Three groups of three prompts: all begin with 20 tokens, each group with 18 more, and each prompt ends in 5 others.
+    # All prompts begin with 20 tokens, each group of three with 18 more, and each prompt ends in 5 others.
     rng = np.random.default_rng(0)
-    draw = lambda size: rng.integers(0, VOCAB, size).astype(np.int32)  # noqa: E731
-    prompts = [np.concatenate([PROMPT, group, draw(5)]) for group in (draw(18), draw(18), draw(18)) for _ in range(3)]
+    groups, ends = rng.integers(0, VOCAB, (3, 18)), rng.integers(0, VOCAB, (9, 5))
+    prompts = [np.concatenate([PROMPT, groups[i // 3], ends[i]]).astype(np.int32) for i in range(9)]
     requests = [
         Request(prompt_id=f"{i}", prompt=prompt, sampling=Sampling(max_tokens=4)) for i, prompt in enumerate(prompts)
     ]
