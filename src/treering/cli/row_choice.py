@@ -99,4 +99,5 @@ def _cut(row: RenderedTrajectory, limit: int) -> RenderedTrajectory | None:
         advantages=None if row.advantages is None else row.advantages[:end],
         logprobs=None if row.logprobs is None else row.logprobs[:end],
         images=cut_images(row.images, end),
+        routed_experts=None if row.routed_experts is None else row.routed_experts[:end],
     )

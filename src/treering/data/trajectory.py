@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treering.data.image import MessageImage, PlacedImage, check_places
+from treering.data.routes import as_routes
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds, is_count
 
@@ -245,6 +246,9 @@ class Trajectory:
     """float64 [T], per-token advantages, 0.0 at untrained tokens; only with tokens, and instead of `advantage`."""
     images: tuple[PlacedImage, ...] = ()
     """Images in order, at the model's image tokens, which are not trained; only with tokens."""
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """Experts that each token was routed to while sampling, integers [T, layers, experts per token], which training
+    replays; only with tokens. See `as_routes`."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the policy's tools, for chat templates; only with messages."""
     format: str = "chat"
@@ -274,6 +278,8 @@ class Trajectory:
         _check_source(self)
         _check_texts(self)
         _check_arrays(self)
+        if self.tokens is not None and self.routed_experts is not None:
+            object.__setattr__(self, "routed_experts", as_routes(self.routed_experts, self.tokens.size))
         for name in ("reward", "advantage"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
@@ -307,7 +313,7 @@ def _check_source(trajectory: Trajectory) -> None:
         raise InputError(
             "the calls of an episode sampled tokens, and messages were given; give tokens instead of messages"
         )
-    for name in _PER_TOKEN:
+    for name in (*_PER_TOKEN, "routed_experts"):
         if getattr(trajectory, name) is not None:
             raise InputError(f"{name} has one entry per token and messages were given; give tokens instead of messages")
 
@@ -373,6 +379,8 @@ def _check_arrays(trajectory: Trajectory) -> None:
     if trajectory.advantage is not None and trajectory.advantages is not None:
         raise InputError("a trajectory has one advantage or one per token, got both; drop advantage or advantages")
     _check_images(trajectory, tokens)
+    if trajectory.images and trajectory.routed_experts is not None:
+        raise InputError("routed_experts are replayed for text, and the trajectory has images; drop routed_experts")
 
 
 def _check_images(trajectory: Trajectory, tokens: TokenIds) -> None:
@@ -417,6 +425,8 @@ class RenderedTrajectory:
     """float64 [T], log-probs under the behaviour policy; None if unknown."""
     images: tuple[PlacedImage, ...] = ()
     """Images in order, at the model's image tokens."""
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """int16 [T, layers, experts per token], replayed in training; None if the model chooses."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"

@@ -7,7 +7,7 @@ other attention implementation fails (see `TreeLayout.__torch_function__`) inste
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from treering.attention.flash import attend_by_tables, prepare_flash
 from treering.errors import StateError
 from treering.model.checks import check_embedding_hooks, check_no_dropout
 from treering.model.recurrence import routed
+from treering.model.routers import find_routers, replayed_routes
 from treering.model.tree_model import TreeModel
 
 _PREFIX = "treering_"
@@ -205,8 +206,7 @@ def _route_checkpoints(parts: TreeModel, configs: list[PreTrainedConfig], name: 
     checkpointed = [layer for layer in parts.layers if getattr(layer, "gradient_checkpointing", False)]
     for layer in checkpointed:
         original: Any = layer._gradient_checkpointing_func
-        mixers = [mixer for mixer in parts.mixers if any(mixer is inner for inner in layer.modules())]
-        route = partial(_checkpoint_routed, original, configs, name, mixers)
+        route = partial(_checkpoint_routed, original, configs, name, *_parts_within(layer, parts))
         if layer._compiled_call_impl is not None and type(layer).__call__ is nn.Module.__call__:
             undo.callback(setattr, layer, "_compiled_call_impl", layer._compiled_call_impl)
             layer._compiled_call_impl = _checkpointed_around(layer, route)
@@ -227,9 +227,16 @@ def _route_wrappers(parts: TreeModel, configs: list[PreTrainedConfig], name: str
         original = vars(wrapper).get("checkpoint_fn")
         if original is None:
             continue
-        mixers = [mixer for mixer in parts.mixers if any(mixer is inner for inner in wrapper.modules())]
-        wrapper.checkpoint_fn = partial(_checkpoint_routed, original, configs, name, mixers)
+        wrapper.checkpoint_fn = partial(_checkpoint_routed, original, configs, name, *_parts_within(wrapper, parts))
         undo.callback(setattr, wrapper, "checkpoint_fn", original)
+
+
+def _parts_within(module: nn.Module, parts: TreeModel) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
+    """Return the recurrent mixers inside a module, and its routers with their numbers among the model's."""
+    inner = set(module.modules())
+    routers = find_routers(parts).modules if parts.family.router else ()
+    mixers = [mixer for mixer in parts.mixers if mixer in inner]
+    return mixers, [(number, router) for number, router in enumerate(routers) if router in inner]
 
 
 def _checkpointed_around(layer: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,6 +261,7 @@ def _checkpoint_routed(
     configs: list[PreTrainedConfig],
     name: str,
     mixers: list[nn.Module],
+    routers: list[tuple[int, nn.Module]],
     block: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
@@ -262,8 +270,12 @@ def _checkpoint_routed(
         # transformers before 5.23 checkpoints a layer with its hooks, and our hook is removed before the recompute.
         block = partial(block.func, *block.args, **_with_layout_as_mask(block.keywords))
 
+    layout = {**getattr(block, "keywords", {}), **_with_layout_as_mask(kwargs)}.get("attention_mask")
+
     def on_forest(*block_args: Any, **block_kwargs: Any) -> Any:
-        with _implementation(configs, name), routed(mixers):
+        # A block without a layout fails in its own hook.
+        replay = replayed_routes(routers, layout) if isinstance(layout, TreeLayout) else nullcontext()
+        with _implementation(configs, name), routed(mixers), replay:
             return block(*block_args, **block_kwargs)
 
     # Without gradients there is nothing to recompute.

@@ -25,6 +25,7 @@ from treering.model.context import is_active, tree_attention
 from treering.model.edges import EdgeScores, edge_table, score_edges, scored_on_head
 from treering.model.images import ImageFeatures, distinct_images, embedded
 from treering.model.logits import EntropyOf
+from treering.model.routers import check_routes, find_routers, replayed_routes
 from treering.model.tree_model import TreeModel
 from treering.tree.forest import Forest, places_of
 from treering.tree.image_tokens import rotary_positions
@@ -200,9 +201,11 @@ def hidden_states(
         return torch.zeros(0, weight.shape[1], dtype=weight.dtype, device=parts.device)
     if layout is None:
         layout = TreeLayout(forest, parts.device, sees_whole_images=parts.sees_whole_images)
-    output = parts.run(
-        **decoder_inputs(parts, forest, positions), use_cache=False, return_dict=True, tree_layout=layout
-    )
+    routers = () if forest.routed_experts is None else find_routers(parts).modules
+    with replayed_routes(enumerate(routers), layout):
+        output = parts.run(
+            **decoder_inputs(parts, forest, positions), use_cache=False, return_dict=True, tree_layout=layout
+        )
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
@@ -248,10 +251,11 @@ def decoder_inputs(
 
 
 def check_forest(forest: Forest, parts: TreeModel) -> None:
-    """Check that `forest` is a Forest whose tokens are in the model's vocabulary.
+    """Check that `forest` is a Forest whose tokens are in the model's vocabulary, and its routes among its experts.
 
     Raises:
-        InputError: names the token that is out of range.
+        InputError: names the token that is out of range; see also `check_routes`.
+        UnsupportedError: routes for a model without experts.
     """
     if not isinstance(forest, Forest):
         raise InputError(f"expected a Forest, got {type(forest).__name__}; make one with Forest.from_sequences")
@@ -268,6 +272,7 @@ def check_forest(forest: Forest, parts: TreeModel) -> None:
             f"token id {int(forest.tokens[at])} at packed index {at} is outside the model's vocabulary of "
             f"{parts.vocab_size}; check that the tokenizer belongs to the model"
         )
+    check_routes(forest, parts)
 
 
 def check_temperature(temperature: float) -> None:

@@ -163,7 +163,7 @@ def score(
     """
     parts = TreeModel.of(teacher)
     check_whole(parts, "a teacher")
-    check_forest(forest, parts)
+    check_forest(forest.without_routes(), parts)
     check_temperature(temperature)
     check_top_k(top_k, parts)
     if top_k is None and temperature != 1.0:
@@ -173,7 +173,7 @@ def score(
         )
     with torch.no_grad():
         with nullcontext() if is_active(parts) else tree_attention(parts, backend):
-            hidden = hidden_states(parts, forest)
+            hidden = hidden_states(parts, forest.without_routes())
         states = states_of(parts, hidden)
         return states if top_k is None else states.top(top_k, temperature)
 

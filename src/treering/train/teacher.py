@@ -5,6 +5,7 @@ N tokens   R states   K branches   F flat entries   k tokens per state
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -125,7 +126,7 @@ def teacher_parts(
             f"student's has {student.num_logits}; use a teacher with the same vocabulary"
         )
     for forest in forests:
-        check_forest(forest, parts)
+        check_forest(forest.without_routes(), parts)
     check_top_k(distillation.top_k, parts)
     return without_gradients(parts, forests)
 
@@ -188,6 +189,8 @@ class StepTeacher:
         if self._given is not None:
             return self._given.targets(unit.forest, selected)
         assert self._parts is not None
+        # A teacher chooses its own experts.
+        unit = replace(unit, forest=unit.forest.without_routes())
         wanted = selected.wanted(unit.forest)
         if isinstance(unit, PartitionedTree):
             states, hidden = _states_of_partitions(self._parts, unit, wanted)

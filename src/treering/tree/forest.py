@@ -7,11 +7,13 @@ The placeholders of `images[n]` are stored as the negative token -(1 + n), so pr
 equal, and code that ignores images fails instead of embedding a wrong token. The placeholders of an image are equal
 tokens, so branches never diverge inside an image.
 
+Tokens that a mixture of experts routed differently while sampling do not merge either, if their routes are given.
+
     N distinct tokens   K branches (the given sequences)   S segments   F flat tokens (the sum of branch lengths)
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.data.image import ImageData, PlacedImage, check_places
+from treering.data.routes import NO_ROUTE, as_routes, merge_routes
 from treering.errors import InputError
 from treering.tree import radix
 from treering.types import MAX_TOKEN_ID
@@ -40,6 +43,8 @@ class Forest:
         segment_start: [S] packed index of each segment's first token, ascending.
         segment_parent: [S] segment above, -1 at a root.
         images: distinct images, empty for text; `trees` and `take_branches` keep all of them.
+        routed_experts: int16 [N, L, k], the experts that each token was routed to in each of L layers, ascending, -1
+            for a token without a route; forwards replay them. None if the model chooses everywhere.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
@@ -59,9 +64,13 @@ class Forest:
     segment_start: Int32Array
     segment_parent: Int32Array
     images: tuple[ImageData, ...] = ()
+    routed_experts: NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
         lengths = {self.tokens.size, self.parent.size, self.position.size, self.subtree_end.size}
+        if self.routed_experts is not None:
+            lengths.add(self.routed_experts.shape[0])
+            self.routed_experts.flags.writeable = False
         assert len(lengths) == 1, f"ragged forest: {lengths}"
         assert self.segment_start.size == self.segment_parent.size
         for name in _ARRAYS:
@@ -72,6 +81,7 @@ class Forest:
         cls,
         sequences: Iterable[Sequence[int] | NDArray[np.integer[Any]]],
         images: Sequence[Sequence[PlacedImage]] | None = None,
+        routed_experts: Sequence[ArrayLike | None] | None = None,
     ) -> "Forest":
         """Merge sequences of token ids into a forest.
 
@@ -80,10 +90,13 @@ class Forest:
         Args:
             sequences: K non-empty one-dimensional sequences of integers in [0, 2**31).
             images: images of each sequence, in order; prefixes with different images do not merge. None for text.
+            routed_experts: routes of each sequence, integers [tokens, L, k] or None, as vLLM returns them; prefixes
+                with different routes do not merge. The last token may be left out. None without routes.
 
         Raises:
-            InputError: a sequence is empty or ragged, an entry is not an integer, an id is out of range, `images` and
-                `sequences` differ in length, or an image is not at placeholder tokens.
+            InputError: a sequence is empty or ragged, an entry is not an integer, an id is out of range, `images` or
+                `routed_experts` and `sequences` differ in length, an image is not at placeholder tokens, routes do not
+                fit their sequence, or both images and routes are given.
         """
         _check_iterable(sequences)
         parts = [_as_token_ids(i, sequence) for i, sequence in enumerate(sequences)]
@@ -95,15 +108,41 @@ class Forest:
                     "sequence without images"
                 )
             parts = [table.tokens(part, placed) for part, placed in zip(parts, images, strict=True)]
-        return cls._merged(parts, table.images)
+        routes = [None] * len(parts) if routed_experts is None else list(routed_experts)
+        if len(routes) != len(parts):
+            raise InputError(
+                f"routed_experts must have one entry for each of {len(parts)} sequences, got {len(routes)}; give None "
+                "for a sequence without routes"
+            )
+        checked = [
+            as_routes(own, part.size, f"routed_experts of sequence {number}")
+            for number, (own, part) in enumerate(zip(routes, parts, strict=True))
+        ]
+        if table.images and any(own is not None for own in checked):
+            raise InputError(
+                "routed_experts are replayed for text, and the sequences have images; leave the routes out to let the "
+                "model choose"
+            )
+        return cls._merged(parts, table.images, checked)
 
     @classmethod
-    def _merged(cls, parts: Sequence[Int32Array], images: tuple[ImageData, ...]) -> "Forest":
+    def _merged(
+        cls,
+        parts: Sequence[Int32Array],
+        images: tuple[ImageData, ...],
+        routes: Sequence[NDArray[np.int16] | None] = (),
+    ) -> "Forest":
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([part.size for part in parts], out=offsets[1:])
         flat = np.concatenate(parts) if parts else np.empty(0, np.int32)
-        arrays = radix.lay_out(flat, offsets, radix.insert_sequences(flat, offsets))
-        return cls(**arrays._asdict(), images=images)
+        if all(own is None for own in routes):
+            arrays = radix.lay_out(flat, offsets, radix.insert_sequences(flat, offsets))
+            return cls(**arrays._asdict(), images=images)
+        merged = merge_routes(flat, routes, [part.size for part in parts])
+        arrays = radix.lay_out(merged.ids, offsets, radix.insert_sequences(merged.ids, offsets))
+        numbers = arrays.tokens
+        tokens, routed_experts = merged.tokens[numbers], merged.routes[numbers]
+        return cls(**arrays._replace(tokens=tokens)._asdict(), images=images, routed_experts=routed_experts)
 
     @classmethod
     def from_padded(
@@ -159,6 +198,7 @@ class Forest:
             segment_start=joined("segment_start", token_offsets),
             segment_parent=joined("segment_parent", segment_offsets),
             images=table.images,
+            routed_experts=_joined_routes(forests),
         )
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -241,7 +281,13 @@ class Forest:
             >>> Forest.from_sequences([[5, 6], [9], [5, 7]]).take_branches([2, 1]).tokens.tolist()
             [5, 7, 9]
         """
-        return self._merged([self.tokens[self.path(branch)] for branch in branches], self.images)
+        paths = [self.path(branch) for branch in branches]
+        routes = [] if self.routed_experts is None else [self.routed_experts[path] for path in paths]
+        return self._merged([self.tokens[path] for path in paths], self.images, routes)
+
+    def without_routes(self) -> "Forest":
+        """Return the same forest for a model that chooses its own experts, such as a teacher."""
+        return self if self.routed_experts is None else replace(self, routed_experts=None)
 
     def trees(self) -> list["Forest"]:
         """Return each tree as its own forest; the branches of a tree keep their order."""
@@ -281,10 +327,31 @@ class Forest:
             segment_start=self.segment_start[segments] - start,
             segment_parent=np.maximum(self.segment_parent[segments] - first_segment, np.int32(-1)),
             images=self.images,
+            routed_experts=None if self.routed_experts is None else self.routed_experts[tokens],
         )
 
 
-_ARRAYS = tuple(field.name for field in fields(Forest) if field.name != "images")
+_ARRAYS = tuple(field.name for field in fields(Forest) if field.name not in ("images", "routed_experts"))
+
+
+def _joined_routes(forests: Sequence[Forest]) -> NDArray[np.int16] | None:
+    shapes = {forest.routed_experts.shape[1:] for forest in forests if forest.routed_experts is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise InputError(
+            f"forests that are computed together must have routes of the same layers and experts per token, got "
+            f"{sorted(shapes)}; train the rollouts of one model together"
+        )
+    width = shapes.pop()
+    return np.concatenate(
+        [
+            np.full((forest.num_tokens, *width), NO_ROUTE, np.int16)
+            if forest.routed_experts is None
+            else forest.routed_experts
+            for forest in forests
+        ]
+    )
 
 
 def _rebuild(*values: Any) -> Forest:

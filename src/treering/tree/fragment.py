@@ -67,6 +67,7 @@ def take_fragment(tree: Forest, tokens: Int32Array) -> Forest:
         segment_start=segment_start.astype(np.int32),
         segment_parent=np.where(first_parent < 0, -1, segment_of[first_parent]).astype(np.int32),
         images=tree.images,
+        routed_experts=None if tree.routed_experts is None else tree.routed_experts[tokens],
     )
 
 

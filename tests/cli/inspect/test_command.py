@@ -215,3 +215,16 @@ def test_why_counts_places_that_read_the_same_in_one_row(tmp_path):
     write_trajectories(file, [trajectory(task, tokens, [1] * len(tokens)) for task, tokens in rows])
     [cause] = report_of(file, why=True).why.causes
     assert (cause.places, cause.tokens, cause.row) == (4, 40 + 41 + 42 + 43, 8)
+
+
+def test_routed_experts_say_how_much_sharing_they_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    routes = [[[[0, 1]], [[1, 2]], [[0, 1]]], [[[0, 1]], [[1, 3]], [[0, 1]]]]
+    rows = [{"task_id": "a", "tokens": [5, 6, 7 + i], "routed_experts": own} for i, own in enumerate(routes)]
+    file = tmp_path / "routes.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = report_of(file)
+    assert (found.unique_tokens, found.unique_tokens_without_routes) == (5, 4)
+    assert found.whole_set.unique_tokens == 5
+    run(InspectOptions(files=[file]))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sharing is 0.17 with the routed experts that training replays, and 0.33 without them" in printed

@@ -179,7 +179,7 @@ def test_a_damaged_byte_anywhere_is_found_and_the_cache_is_built_again(tmp_path:
     whole = tmp_path / "whole"
     shutil.copytree(entry.folder, whole)
     names = sorted(path.name for path in whole.iterdir())
-    assert len(names) == 12
+    assert len(names) == 13
     for name in names:
         content = (whole / name).read_bytes()
         for place in range(0, len(content), max(1, len(content) // 6)):

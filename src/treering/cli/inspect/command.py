@@ -62,7 +62,8 @@ def run(options: InspectOptions) -> None:
     following = next_command(reports, options.tokenizer, has_causes=options.why)
     images = [image_line(report, shape) for report in reports if report.images]
     verdicts = [line for report in reports for line in (training_line(report), verdict(report, shape))]
-    for line in [*verdicts, *images, f"Next: {following}"]:
+    routes = [routes_line(report) for report in reports if report.unique_tokens_without_routes is not None]
+    for line in [*verdicts, *images, *routes, f"Next: {following}"]:
         console.print(line, soft_wrap=not sys.stdout.isatty() or line.startswith("Next"))
 
 
@@ -219,6 +220,19 @@ def image_line(report: FileReport, model_shape: str) -> str:
         return f"{counts}; the vision tower is not counted, because no config.json next to the tokenizer has its sizes."
     return (
         f"{counts}. With the vision tower trees can train it at most {found.flop_bound:.2f}x as fast ({model_shape})."
+    )
+
+
+def routes_line(report: FileReport) -> str:
+    """Return how much sharing the routed experts of a file leave.
+
+    Example: two rows of 3 tokens that share 2, one of them with two routes, have sharing 0.17, and 0.33 without routes.
+    """
+    free = report.unique_tokens_without_routes
+    assert free is not None, "the file has routes"
+    return (
+        f"{stem_of(report)}: sharing is {report.sharing:.2f} with the routed experts that training replays, and "
+        f"{1 - free / report.flat_tokens:.2f} without them."
     )
 
 

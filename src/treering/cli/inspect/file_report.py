@@ -96,7 +96,7 @@ class _Counts:
         self._flat_tower_flops = self._tower_flops = 0
         self.tree = self._turns_tree = Work(num_tokens=0, num_pairs=0)
         self.branching = BranchingCounter()
-        self.num_prompt_shared = self.largest_tree = 0
+        self.num_prompt_shared = self.largest_tree = self.num_without_routes = 0
 
     def add(self, rows: npt.NDArray[np.int64]) -> Forest:
         """Count a task and return its tree."""
@@ -105,6 +105,8 @@ class _Counts:
         self.tree += tree_work([forest])
         self.branching.add(forest)
         self.largest_tree = max(self.largest_tree, forest.num_tokens)
+        if self._dataset.has_routes:
+            self.num_without_routes += Forest.from_sequences(self._dataset.tokens(row) for row in rows).num_tokens
         self.num_prompt_shared += self._work(rows, prompts).num_tokens + int((lengths - prompts).sum())
         if self._dataset.images:
             self._add_images([placed.image for row in rows for placed in self._dataset.placed(row)], forest)
@@ -123,7 +125,11 @@ class _Counts:
         numbers, ends = rows[present].tolist(), sizes[present].tolist()
         tokens = (dataset.tokens(row)[:end] for row, end in zip(numbers, ends, strict=True))
         placed = (cut_images(dataset.placed(row), end) for row, end in zip(numbers, ends, strict=True))
-        return Forest.from_sequences(tokens, images=list(placed) if has_images else None)
+        routes = None
+        if dataset.has_routes:
+            found = (dataset.routes(row) for row in numbers)
+            routes = [own if own is None else own[:end] for own, end in zip(found, ends, strict=True)]
+        return Forest.from_sequences(tokens, images=list(placed) if has_images else None, routed_experts=routes)
 
     def _add_images(self, placed: Sequence[ImageData], forest: Forest) -> None:
         self._num_images += len(placed)
@@ -222,6 +228,8 @@ class FileReport:
     """None if no trajectory has a reward."""
     images: ImagesReport | None = None
     """None if the file has no images."""
+    unique_tokens_without_routes: int | None = None
+    """Distinct tokens if their routed experts were left out; None if the file has none."""
     why: WhyReport | None = None
     """Causes of lost sharing; None without `--why`."""
 
@@ -265,6 +273,7 @@ def measure(
         largest_id=int(dataset.rows["largest_id"].max()),
         rewards=_rewards(dataset),
         images=counts.images(flat, shape) if dataset.images else None,
+        unique_tokens_without_routes=counts.num_without_routes if dataset.has_routes else None,
         why=explain_tasks(dataset, forests, tokenizer_dir, num_causes) if num_causes else None,
     )
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treering.data.image import DIGEST_BYTES, ImageData, ImageSource, OpenImage, PlacedImage, StoredImage
+from treering.data.routes import merge_routes
 from treering.data.trajectory import RenderedTrajectory, TaskId
 from treering.types import TokenIds
 
@@ -32,9 +33,11 @@ FLAT = MappingProxyType(
         "advantages": np.dtype("<f8"),
         "image_starts": np.dtype("<i4"),
         "image_numbers": np.dtype("<i4"),
+        "routed_experts": np.dtype("<i2"),
     }
 )
-"""Flat arrays over all rows, each in a file of its name; rows without log-probs, advantages or images take no space."""
+"""Flat arrays over all rows, each in a file of its name; rows without log-probs, advantages, images or routes take no
+space."""
 CONTENTS = "image_contents"
 """Name of the file with the encoded bytes of all distinct images, uint8."""
 IMAGES_FILE = "images.npy"
@@ -45,9 +48,10 @@ ROW = np.dtype(
         *((name, "<i8") for name in ("num_prompt_tokens", "num_sampled", "largest_id")),
         *((name, "<f8") for name in ("reward", "advantage")),
         *((name, "?") for name in ("has_logprobs", "has_advantages")),
+        ("route_shape", "<i8", 2),
     ]
 )
-"""Record of a row; -1 and NaN stand for None."""
+"""Record of a row; -1 and NaN stand for None. `route_shape` is layers and experts per token, zeros without routes."""
 IMAGE = np.dtype(
     [
         ("size", "<i8", 2),
@@ -128,6 +132,7 @@ class ArrayWriter:
             *(np.nan if value is None else value for value in known),
             one.logprobs is not None,
             one.advantages is not None,
+            (0, 0) if one.routed_experts is None else one.routed_experts.shape[1:],
         )
 
     def _finish(self) -> None:
@@ -254,6 +259,7 @@ class TokenDataset:
         """The P distinct images of all rows."""
         for name in ("logprobs", "advantages"):
             sizes[name] = np.where(rows[f"has_{name}"], rows["num_tokens"], 0)
+        sizes["routed_experts"] = rows["num_tokens"] * rows["route_shape"].prod(-1)
         self._offsets = {name: _offsets(size) for name, size in sizes.items()}
         self._by_task = np.argsort(rows["task"], kind="stable")
         self._task_bounds = np.searchsorted(rows["task"][self._by_task], np.arange(len(self.task_ids) + 1))
@@ -283,9 +289,12 @@ class TokenDataset:
     def flat_keys(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Tokens with -(1 + n) at each token of the image `images[n]`, int32 [F], and offsets, int64 [R + 1].
 
-        Equal keys are equal inputs of the model. With images, the keys are a copy of `flat_tokens`.
+        Equal keys are equal inputs of the model. With routes, they number pairs of a token and its route.
         """
         tokens, offsets = self.flat_tokens
+        if self.has_routes:
+            routes = [self.routes(row) for row in range(self.num_rows)]
+            return merge_routes(np.array(tokens), routes, self.lengths.tolist()).ids, offsets
         if not self.images:
             return tokens, offsets
         keys = tokens.copy()
@@ -325,7 +334,7 @@ class TokenDataset:
         return int(np.count_nonzero(self._arrays["loss_mask"].values))
 
     def copies(self) -> list[tuple[int, int]]:
-        """Return pairs of a row and the first earlier row with the same tokens, images and mask, ascending."""
+        """Return pairs of a row and the first earlier row with the same tokens, images, routes and mask, ascending."""
         first: dict[bytes, int] = {}
         found = []
         for row in range(self.num_rows):
@@ -333,6 +342,7 @@ class TokenDataset:
             digest.update(self._part("loss_mask", row).tobytes())
             for placed in self.placed(row):
                 digest.update(placed.image.digest)
+            digest.update(self._part("routed_experts", row).tobytes())
             if (other := first.setdefault(digest.digest(), row)) != row:
                 found.append((row, other))
         return found
@@ -363,7 +373,18 @@ class TokenDataset:
             advantages=self._part("advantages", row) if record["has_advantages"] else None,
             logprobs=self._part("logprobs", row) if record["has_logprobs"] else None,
             images=self.placed(row),
+            routed_experts=self.routes(row),
         )
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether any row has routes of a mixture of experts."""
+        return bool(self.rows["route_shape"].any())
+
+    def routes(self, row: int) -> npt.NDArray[np.int16] | None:
+        """Return the experts of each token of a row, int16 [T, layers, experts per token]; None without routes."""
+        layers, experts = self.rows["route_shape"][row].tolist()
+        return self._part("routed_experts", row).reshape(-1, layers, experts) if layers else None
 
     def placed(self, row: int) -> tuple[PlacedImage, ...]:
         """Return the images of a row, in order."""

@@ -29,7 +29,7 @@ from treering.errors import DataWarning, InputError, StateError
 from treering.extras import versions_of
 from treering.files.writing import read_facts
 
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 """Version of the arrays and their files."""
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")

@@ -12,6 +12,7 @@ from treering.data.formats.json_fields import (
     check_masks_are_known,
     decode_floats,
     decode_loss_mask,
+    decode_routes,
     decode_tokens,
     filled,
     integer_field,
@@ -47,6 +48,8 @@ UNREADABLE = MappingProxyType(
             ("weight", "sample_weight", "loss_weight"),
             "all trajectories have the same weight; repeat or drop trajectories, and remove the key",
         ),
+        "routed_experts": "routes are replayed beside tokens in format treering; write them so, or remove the key and "
+        "the model chooses",
         "documents": "templates with documents are not rendered; write them into a message",
         "chat_template_kwargs": "template options are not read; write what they add into messages, and remove the key",
     }
@@ -81,7 +84,7 @@ def decode(record: object) -> Trajectory:
     """
     if not isinstance(record, dict):
         raise InputError(f"a trajectory is a JSON object, got {show(record)}; write one object per line")
-    check_readable(record, but=("system", "tools", "functions", *MASK_KEYS))
+    check_readable(record, but=("system", "tools", "functions", "routed_experts", *MASK_KEYS))
     messages = None if record.get("messages") is None else _messages(record)
     tokens = decode_tokens(record)
     if messages is None and tokens is None:
@@ -95,6 +98,7 @@ def decode(record: object) -> Trajectory:
         loss_mask=loss_mask,
         logprobs=decode_floats(record, "logprobs"),
         advantages=decode_floats(record, "advantages"),
+        routed_experts=decode_routes(record, tokens),
         tools=() if tokens is not None and messages is None else decode_tools(record),
         format=text_field(record, "format") or "chat",
         preference=_preference(record),
@@ -202,7 +206,7 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
         record["messages"] = [_encode_message(message) for message in trajectory.messages]
     if trajectory.tools:
         record["tools"] = [dict(tool) for tool in trajectory.tools]
-    for key in ("tokens", "loss_mask", "logprobs", "advantages"):
+    for key in ("tokens", "loss_mask", "logprobs", "advantages", "routed_experts"):
         values = getattr(trajectory, key)
         record[key] = None if values is None else values.tolist()
     record["episode"] = None if trajectory.episode is None else encode_episode(trajectory.episode)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from treering.data.routes import as_routes
 from treering.data.trajectory import valid_text
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
@@ -255,6 +256,24 @@ def decode_floats(record: Mapping[str, Any], key: str) -> npt.NDArray[np.float64
         if type(entry) not in (int, float):
             raise InputError(f"{key}[{i}] must be a number, got {show(entry)}; use 0.0 where a token is not trained")
     return np.array(value, dtype=np.float64)
+
+
+def decode_routes(record: Mapping[str, Any], tokens: TokenIds | None) -> npt.NDArray[np.int16] | None:
+    """Return the experts that each token was routed to, see `as_routes`; None if `routed_experts` is null or absent.
+
+    Raises:
+        InputError: the value is not lists of expert numbers, one row per token, or there are no tokens.
+    """
+    value = record.get("routed_experts")
+    if value is None:
+        return None
+    if tokens is None:
+        raise InputError("routed_experts has one entry per token and messages were given; give tokens instead")
+    try:
+        routes = np.array(array("routed_experts", value))
+    except ValueError as error:
+        raise InputError(f"routed_experts must be lists of equal lengths, and {error}; write one per token") from error
+    return as_routes(routes, tokens.size)
 
 
 def check_masks_are_known(record: Mapping[str, Any], *, but: Collection[str] = (), with_lengths: bool = False) -> None:

@@ -512,6 +512,7 @@ def rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> Rend
         advantages=trajectory.advantages,
         logprobs=trajectory.logprobs,
         images=encoded.images,
+        routed_experts=trajectory.routed_experts,
     )
 
 

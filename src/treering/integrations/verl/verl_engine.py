@@ -7,11 +7,12 @@ that only sample never load it.
 import pickle
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.seqlen_balancing import restore_dynamic_batch
@@ -21,6 +22,9 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 from treering.arrays import Int32Array, Int64Array
 from treering.errors import UnsupportedError
 from treering.integrations.verl.verl_settings import OPTIONS, check_batch, check_rows, check_settings, grouping
+
+if TYPE_CHECKING:
+    from treering.tree.forest import Forest
 
 
 class RowExchange:
@@ -216,7 +220,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         is_dynamic = tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True)
         limit = data["max_token_len_per_gpu" if is_dynamic else "micro_batch_size_per_gpu"]
         limits = {"max_tokens" if is_dynamic else "max_rows": int(limit)}
-        planned = plan_rows(_forest(data), prompts_of(data), **limits)
+        planned = plan_rows(self._forest(data), prompts_of(data), **limits)
         most = torch.tensor(len(planned), device=get_device_id())
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.get_data_parallel_group())
         return split_rows(planned, int(most))
@@ -225,7 +229,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """Return log-probabilities and requested entropies as nested tensors, and flat tokens per computed token."""
         from treering.integrations.verl.scoring import score_rows_once
 
-        forest = _forest(micro_batch)
+        forest = self._forest(micro_batch)
         has_entropy = tu.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False)
         scores = score_rows_once(
             self.module, forest, _temperatures(micro_batch), entropy_of="all" if has_entropy else "none"
@@ -236,11 +240,37 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             outputs["entropy"] = torch.nested.nested_tensor_from_jagged(scores.entropy, offsets)
         return outputs, forest.num_branch_tokens / forest.num_tokens
 
+    def _forest(self, data: Any) -> "Forest":
+        """Merge the rows; the actor replays the experts that the rollout's server returned, a reference its own."""
+        from treering.tree.forest import Forest
 
-def _forest(data: Any) -> Any:
-    from treering.tree.forest import Forest
+        return Forest.from_sequences(
+            _rows(data), routed_experts=None if self.engine_config.forward_only else routes_of(data)
+        )
 
-    return Forest.from_sequences(_rows(data))
+
+def routes_of(data: Any) -> list[NDArray[np.int64]] | None:
+    """Return the routed experts of each row, integers [tokens, layers, experts per token]; None without a replay.
+
+    verl writes zeros where the server returned no route, such as at the last token; such a token has -1 here.
+
+    Raises:
+        UnsupportedError: a replay is asked for, and the rollout has no routes.
+    """
+    routes = data.get("routed_experts", None)
+    is_wanted = tu.get_non_tensor_data(data, key="enable_routing_replay", default=None)
+    if routes is None and is_wanted:
+        raise UnsupportedError(
+            "the tree engine replays routes of the rollout, and the batch has no routed_experts: set "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+        )
+    if routes is None or is_wanted is False:
+        return None
+    rows = [row.cpu().numpy().astype(np.int64) for row in routes.unbind()]
+    for row in rows:
+        # Only with one expert per token can zeros be a route.
+        row[(row == 0).all((1, 2)) & (row.shape[2] > 1)] = -1
+    return rows
 
 
 def _rows(data: Any) -> list[Int32Array]:

@@ -25,7 +25,6 @@ OPTIONS = {
     "calculate_sum_pi_squared": f"set {_ACTOR}.calculate_sum_pi_squared=False",
     "distillation_use_topk": "distil by log-probabilities, or unset VERL_ENGINE_VENDOR",
     "distillation_only": "distil by log-probabilities, or unset VERL_ENGINE_VENDOR",
-    "enable_routing_replay": f"set {_ACTOR}.router_replay.mode=disabled",
     "force_group_size": "set actor_rollout_ref.actor.use_prefix_grouper=False, because trees share prompts already",
     "use_fused_kernels": f"set {_MODEL}.use_fused_kernels=False",
 }

@@ -26,6 +26,7 @@ class TrainingTask:
         sequences: K token sequences, int32 [T] each.
         loss_masks: K masks, bool [T] each, True where a token is trained.
         images: images of each sequence; empty for text.
+        routed_experts: routes of each sequence, None for one without; empty if the model chooses everywhere.
         source: name of its file; "" without one.
     """
 
@@ -33,6 +34,7 @@ class TrainingTask:
     sequences: tuple[TokenIds, ...]
     loss_masks: tuple[LossMask, ...]
     images: tuple[tuple[PlacedImage, ...], ...] = ()
+    routed_experts: tuple[NDArray[np.int16] | None, ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -74,6 +76,7 @@ def group_by_task(trajectories: Iterable[RenderedTrajectory], source: str = "") 
             sequences=tuple(member.tokens for member in group),
             loss_masks=tuple(member.loss_mask for member in group),
             images=tuple(member.images for member in group) if any(member.images for member in group) else (),
+            routed_experts=tuple(member.routed_experts for member in group),
             source=source,
         )
         for group in by_task(trajectories)
@@ -136,19 +139,30 @@ def make_batch(tasks: Sequence[TrainingTask], layout: Layout) -> StepBatch:
     Example: tasks with [5, 6, 7] and [5, 6, 8], and with [5, 9], are forests of 4 and 2 tokens as "tree", one of 5 as
     "joined", and three of 3, 3 and 2 as "packed".
     """
-    groups = [(task.sequences, task.images or None) for task in tasks]
+    groups = [_inputs(task) for task in tasks]
     if layout == "packed":
-        groups = [
-            ((sequence,), images and (images[i],)) for group, images in groups for i, sequence in enumerate(group)
-        ]
+        groups = [[one] for group in groups for one in group]
     elif layout == "joined" and tasks:
-        placed = tuple(each for task in tasks for each in task.images or [()] * len(task.sequences))
-        groups = [(tuple(sequence for task in tasks for sequence in task.sequences), placed if any(placed) else None)]
+        groups = [[one for group in groups for one in group]]
     return StepBatch(
         num_tasks=len(tasks),
-        forests=[Forest.from_sequences(group, images=images) for group, images in groups],
+        forests=[_forest(group) for group in groups],
         loss_masks=[mask for task in tasks for mask in task.loss_masks],
     )
+
+
+_Input = tuple[TokenIds, Sequence[PlacedImage], NDArray[np.int16] | None]
+
+
+def _inputs(task: TrainingTask) -> list[_Input]:
+    """Return the tokens, images and routes of each sequence of a task."""
+    num = len(task.sequences)
+    return list(zip(task.sequences, task.images or [()] * num, task.routed_experts or [None] * num, strict=True))
+
+
+def _forest(group: Sequence[_Input]) -> Forest:
+    sequences, images, routes = zip(*group, strict=True)
+    return Forest.from_sequences(sequences, images=images if any(images) else None, routed_experts=routes)
 
 
 _TREES_PER_STEP = 8

@@ -91,11 +91,14 @@ class Reference:
         self._frozen: nn.Module | None = None
 
     def logprobs(self, batch: StepBatch, temperature: float) -> list[Float64Array]:
-        """Return the log-probs of each branch's trained tokens, float64 [T], 0 elsewhere; see `branch_logprobs`."""
+        """Return the log-probs of each branch's trained tokens, float64 [T], 0 elsewhere; see `branch_logprobs`.
+
+        The reference chooses its own experts, whatever routes the rollouts have.
+        """
         with self._model() as model, precision(model, self._compute.autocast):
             return branch_logprobs(
                 model,
-                batch.forests,
+                [forest.without_routes() for forest in batch.forests],
                 batch.loss_masks,
                 max_tokens=tokens_on_ranks(self._compute),
                 temperature=temperature,
