@@ -1,4 +1,4 @@
-"""Routes of a rollout are replayed: gradients are those of flat sequences whose routers are told their experts."""
+"""Routes of a rollout are replayed: gradients are those of flat sequences whose routers get their experts."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ LAYERS, NUM_EXPERTS, ACTIVE = 2, 4, 2
 
 
 class ToldRouter(nn.Module):
-    """Router that is told the experts of each token, written from the formula of mixtures of experts."""
+    """Router with given experts for each token, written from the formula of mixtures of experts."""
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_routes_that_the_model_would_choose_change_nothing_and_cost_no_sharing()
         own.append(torch.stack(found, 1).numpy())
     for handle in handles:
         handle.remove()
-    # As from an engine, without a route of the last token.
+    # An engine gives no route of the last token.
     replayed = Forest.from_sequences(SHARED, routed_experts=[routes[:-1] for routes in own])
     free = Forest.from_sequences(SHARED)
     with torch.no_grad():
