@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treering.data.image import MessageImage, PlacedImage, check_places
-from treering.data.routes import as_routes
+from treering.data.routed_experts import as_routes
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds, is_count
 

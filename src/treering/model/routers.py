@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from treering.attention import TreeLayout
 from treering.attention.layout import to_device
-from treering.data.routes import NO_ROUTE
+from treering.data.routed_experts import NO_ROUTE
 from treering.errors import InputError, StateError, UnsupportedError
 from treering.families import FAMILIES
 from treering.model.tree_model import TreeModel

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.data.image import ImageData, PlacedImage, check_places
-from treering.data.routes import NO_ROUTE, as_routes, merge_routes
+from treering.data.routed_experts import NO_ROUTE, as_routes, merge_routes
 from treering.errors import InputError
 from treering.tree import radix
 from treering.types import MAX_TOKEN_ID

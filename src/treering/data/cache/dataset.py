@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treering.data.image import DIGEST_BYTES, ImageData, ImageSource, OpenImage, PlacedImage, StoredImage
-from treering.data.routes import merge_routes
+from treering.data.routed_experts import merge_routes
 from treering.data.trajectory import RenderedTrajectory, TaskId
 from treering.types import TokenIds
 

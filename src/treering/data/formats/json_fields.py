@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.routes import as_routes
+from treering.data.routed_experts import as_routes
 from treering.data.trajectory import valid_text
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds

@@ -9,7 +9,7 @@ from tests.data.cache.datasets import dataset_of
 from treering.data import Trajectory, render
 from treering.data.formats.codec import decode, encode
 from treering.data.image import ImageData, PlacedImage
-from treering.data.routes import as_routes, merge_routes
+from treering.data.routed_experts import as_routes, merge_routes
 from treering.errors import InputError
 from treering.train.loop.batches import group_by_task, make_batch
 from treering.types import Layout
