@@ -142,6 +142,7 @@ def test_templates_are_saved_with_a_checkpoint(folder: Path, sft: Call) -> None:
     assert sorted(AutoTokenizer.from_pretrained(checkpoint).chat_template) == ["default", "tool_use"]
 
 
+BLANK = ("", " ", "null", '""', '"null"', {})
 CALL = ToolCall(name="add", arguments={"a": 1, "b": "ü"}, id="c")
 CHATS = [
     (Message(role="system", content=" Be kind. "), Message(role="user", content="2+2?")),
@@ -150,6 +151,10 @@ CHATS = [
         Message(role="user", content="2+2?"),
         Message(role="assistant", content="So:", tool_calls=(CALL, ToolCall(name="f", arguments='{"x": 1.50}'))),
         Message(role="tool", content="4", tool_call_id="c"),
+    ),
+    (
+        Message(role="user", content="2+2?"),
+        Message(role="assistant", content=None, tool_calls=tuple(ToolCall(name="now", arguments=a) for a in BLANK)),
     ),
 ]
 
