@@ -3,7 +3,9 @@
 import ast
 import itertools
 import os
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -127,9 +129,16 @@ def test_compiled_kernels_are_kept_in_a_private_folder_unless_the_user_names_one
         if own is None:
             monkeypatch.delenv(name)
     monkeypatch.setenv("TREERING_CACHE", str(tmp_path / "cache"))
+    at_import: list[str] = []
+
+    def load(name: str) -> ModuleType:
+        at_import[:] = at_import or [os.environ.get(option, "unset") for option in names]
+        return import_module(name)
+
+    monkeypatch.setattr(flash, "import_module", load)
     attend_by_fake(monkeypatch)
     folder = tmp_path / "cache/flash"
-    assert [os.environ[name] for name in names] == ([str(folder), "1"] if own is None else [own, own])
+    assert at_import == ([str(folder), "1"] if own is None else [own, own])
     assert folder.stat().st_mode & 0o077 == 0
 
 

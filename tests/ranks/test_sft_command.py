@@ -3,11 +3,15 @@
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.models import build
 from tests.ranks.commands import torchrun, treering, weights_of
@@ -120,11 +124,39 @@ def test_two_ranks_train_the_adapters_of_one_and_either_goes_on(folder: Path) ->
     assert alone(folder, f"run.dir={folder / 'lora-two'}", "train.num_steps=3", file="lora.toml").num_steps == 3
 
 
-@pytest.mark.ranks
-def test_the_script_of_the_document_trains(folder: Path) -> None:
+def script_of_the_document() -> str:
     script = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "many_gpus.md").read_text(), re.DOTALL)
     assert script is not None
-    (folder / "script.py").write_text(script[1])
+    return script[1]
+
+
+def test_the_script_of_the_document_takes_its_own_device_and_nccl_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    class PlacedError(Exception):
+        pass
+
+    class Model:
+        def to(self, device: torch.device) -> None:
+            calls.append(device)
+            raise PlacedError
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(sys, "argv", ["script.py", "model"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", calls.append)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: Model())
+    with pytest.raises(PlacedError):
+        exec(script_of_the_document(), {"__name__": "__main__"})
+    device = torch.device("cuda", 3)
+    # NCCL needs the device to be set before the group exists.
+    assert calls == [device, "cpu:gloo,cuda:nccl", device]
+
+
+@pytest.mark.ranks
+def test_the_script_of_the_document_trains(folder: Path) -> None:
+    (folder / "script.py").write_text(script_of_the_document())
     build().save_pretrained(folder / "model")
     done = torchrun(str(folder / "script.py"), str(folder / "model"))
     assert done.returncode == 0, done.stderr[-2000:]

@@ -76,10 +76,11 @@ def test_a_wrong_backend_is_not_timed(wrong: str, monkeypatch: pytest.MonkeyPatc
     assert [error["case"] for error in found.errors] == ["tiny star, segments", "tiny star, reference"]
 
 
-def test_without_pydantic_only_the_engine_and_the_loop_are_skipped() -> None:
+def test_parts_are_imported_when_they_run_so_without_pydantic_only_the_engine_and_the_loop_are_skipped() -> None:
     blocked = "import sys; sys.modules['pydantic'] = None; from benchmarks.gpu import bench; "
     missing = "[part for part in bench.PARTS if find_spec_fails(part)]"
     code = f"""{blocked}
+print([part for part in ("engine", "loop", "images") if f"benchmarks.gpu.{{part}}" in sys.modules])
 def find_spec_fails(part):
     try:
         bench._module(part)
@@ -89,6 +90,7 @@ print({missing}, bench.run(bench.Settings(device="cpu", size="tiny", parts=["eng
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split("\n") == [
+        "[]",
         "",
         "engine: skipped, pydantic is not installed",
         "",

@@ -213,6 +213,17 @@ def test_chunks_have_stable_sizes_that_never_grow_in_a_step(monkeypatch: pytest.
     assert rows_with(0) == 1
 
 
+@pytest.mark.parametrize(("num_rows", "held"), [(1, 1), (5, 8), (8, 8), (1025, 2048)])
+def test_on_cuda_few_sizes_of_buffers_hold_the_logits_of_any_rows(num_rows: int, held: int) -> None:
+    class OnCuda(Tensor):
+        is_cuda = True
+
+    weight = torch.zeros(VOCAB, SIZE).as_subclass(OnCuda)
+    logits = BufferedHead(weight, None, chunks(num_rows, ROW_OF, num_rows)).product(torch.zeros(num_rows, SIZE))
+    assert logits.shape == (num_rows, VOCAB)
+    assert logits.untyped_storage().nbytes() == held * VOCAB * 4
+
+
 def test_a_gradient_of_1_is_not_multiplied_and_any_other_is() -> None:
     tensors = inputs(with_bias=False)
     pieces = chunks(NUM_ROWS, ROW_OF, 3)

@@ -14,7 +14,7 @@ from tests.forests import SHAPES
 from tests.models import build_float64, take_gradients
 from treering.model.context import tree_attention
 from treering.model.tree_model import TreeModel
-from treering.objectives import gspo, sft
+from treering.objectives import gspo, ppo, sft
 from treering.train import memory, step
 from treering.train.memory import DEFAULT_TOKENS, bytes_per_token, tokens_that_fit
 from treering.train.step import backward
@@ -118,15 +118,32 @@ def test_the_measured_number_leaves_room_for_the_gradients_that_are_to_come(
     size, vocab = model.config.hidden_size, model.config.vocab_size
     layers = sum(weight.numel() for layer in parts.layers for weight in layer.parameters())
     numbers = layers + size + (1 if tied else 2) * vocab * size + size + 1
+
+    def found(tokens: float, num_bytes: int) -> int:
+        room = tokens * bytes_per_token(parts) + num_bytes
+        monkeypatch.setattr(memory, "free_memory", lambda device: room * 4 / 3)
+        return memory._measured(parts, weights)
+
+    # Numbers are multiples of 8, so a count that is a weight too high or too low changes one of the two.
+    least, most = free_tokens + 0.001, free_tokens + 7.999
     with tree_attention(model):
-        room = (free_tokens + 0.5) * bytes_per_token(parts)
-        monkeypatch.setattr(memory, "free_memory", lambda device: (room + numbers * 8) * 4 / 3)
-        assert memory._measured(parts, weights) == free_tokens
+        assert found(least, numbers * 8) == found(most, numbers * 8) == free_tokens
         for weight in weights:
             weight.grad = torch.zeros_like(weight)
-        monkeypatch.setattr(memory, "free_memory", lambda device: room * 4 / 3)
-        assert memory._measured(parts, weights) == free_tokens, "gradients that exist are not counted again"
+        assert found(least, 0) == found(most, 0) == free_tokens, "gradients that exist are not counted again"
     assert tokens_that_fit(parts, weights) == DEFAULT_TOKENS, "on a CPU it is a fixed number"
+
+
+def test_a_step_leaves_room_for_all_weights_of_the_model_and_of_a_value_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_float64("qwen3", tie_word_embeddings=False)
+    values = nn.Linear(model.config.hidden_size, 1).double()
+    counted: list[torch.Tensor] = []
+    monkeypatch.setattr("treering.train.step.tokens_that_fit", lambda _, weights, __: counted.extend(weights) or 64)
+    objective = ppo([1.0] * len(MASKS), MASKS, returns=[1.0] * len(MASKS))
+    backward(model, FOREST, objective, "auto", value_head=values)
+    wanted = [*model.parameters(), *values.parameters()]
+    assert len(counted) == len(wanted)
+    assert {id(weight) for weight in counted} == {id(weight) for weight in wanted}
 
 
 def test_the_number_falls_when_an_optimizer_takes_memory_and_never_rises(

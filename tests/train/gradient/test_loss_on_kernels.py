@@ -7,6 +7,7 @@ import pytest
 
 from tests.models import assert_gradients_equal, build, build_float64, take_gradients
 from tests.train.flat import Batch
+from treering.model import three_pass
 from treering.model.three_pass import ThreePassScores
 from treering.objectives import Objective, dapo, grpo, gspo
 from treering.train.step import backward
@@ -47,7 +48,14 @@ def test_a_loss_on_kernels_gives_the_gradients_of_float64(
         return score_first(*inputs)
 
     monkeypatch.setattr(ThreePassScores, "backward", backward_of_scores)
+    # The weight gradient is used as it is, without a multiply by 1.
+    starts_with_one: list[bool] = []
+    is_one = three_pass._is_one
+    monkeypatch.setattr(three_pass, "_is_one", lambda upstream: starts_with_one.append(is_one(upstream)) or True)
+    monkeypatch.setitem(three_pass._ROWS, ("a step before",), 1)
     got = backward(model, FORESTS, OBJECTIVES[objective](), max_tokens, temperature=0.8)
     assert got.loss == pytest.approx(wanted.loss, rel=1e-5)
     assert got.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-6)
     assert_gradients_equal(take_gradients(model), take_gradients(exact), 1e-5)
+    assert set(starts_with_one) == ({True} if takes_parts else set())
+    assert not three_pass._ROWS, "chunks may grow again in the next step"
