@@ -11,7 +11,16 @@ from rich.console import Console
 from tests.report.folders import row
 from treering import metrics
 from treering.cli import display
-from treering.cli.display import LogConsole, RunDisplay, WorkProgress, note_compiling, note_doing, step_figures
+from treering.cli.display import (
+    LogConsole,
+    PlainConsole,
+    RunDisplay,
+    WorkProgress,
+    facts_table,
+    note_compiling,
+    note_doing,
+    step_figures,
+)
 
 
 def test_an_evaluation_is_printed_at_once() -> None:
@@ -134,3 +143,12 @@ def test_what_blocks_is_named_with_its_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_terminal_or_a_command_that_has_just_spoken_needs_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(monkeypatch, 0.0, is_terminal=True) == []
     assert said(monkeypatch, 60.0) == []
+
+
+@pytest.mark.parametrize("text", ["pip install 'treering[train]'", "runs/:key:", "a :bug: in [bold]x[/bold]", "[/]"])
+def test_every_text_is_printed_as_it_is(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = facts_table(text, {text: text})
+    PlainConsole(width=200).print(text, table)
+    out = capsys.readouterr().out
+    assert out.startswith(text)
+    assert out.count(text) == 4

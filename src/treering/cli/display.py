@@ -46,14 +46,14 @@ _BYTES = ("kB", "MB", "GB", "TB")
 
 
 class PlainConsole(Console):
-    """Console that prints text as it is: "[train]" is not markup; styles come as `Text`.
+    """Console that prints text as it is: "[train]" is not markup and ":key:" no emoji; styles come as `Text`.
 
     Example: `PlainConsole().print("pip install 'x[train]'")` keeps the brackets.
     """
 
     def __init__(self, **options: Any) -> None:
         """Pass on rich's options."""
-        super().__init__(markup=False, **options)
+        super().__init__(markup=False, emoji=False, **options)
 
 
 class LogConsole(PlainConsole):

@@ -133,7 +133,7 @@ def check_decoder(parts: TreeModel, decoder: Decoder, *, max_context: int) -> No
     if bool((expected.isnan() | expected.isposinf()).any()):
         raise StateError(
             f"an engine needs finite logits, and those of {type(model).__name__} contain NaN or +inf: its weights "
-            "have diverged or are not loaded; go back to an earlier checkpoint"
+            "have diverged or are not loaded; start from an earlier checkpoint (model.path=...)"
         )
     actual = decoder.run(of_sequence(tokens)).to(expected)
     # -inf in both counts as equal; -inf in one gives an infinite error.

@@ -70,15 +70,15 @@ def contained() -> Iterator[None]:
         _return_to(folder)
 
 
-def in_copy(call: Callable[[], str], time_limit_s: float) -> str:
+def in_copy(call: Callable[[], str], time_limit_s: float) -> str | None:
     """Return the result of a call in a forked copy of this process, which user code may crash or leave in any state.
 
-    The result is empty if the copy ends without an answer.
+    The result is None if the copy ends without one. Processes that the call has started end with the copy.
 
     Raises:
         TimeoutError: the call takes longer than the limit.
 
-    Example: `in_copy(lambda: "found", 1.0)` is "found", and `in_copy(lambda: os._exit(1), 1.0)` is "".
+    Example: `in_copy(lambda: "found", 1.0)` is "found", and `in_copy(lambda: os._exit(1), 1.0)` is None.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -87,16 +87,22 @@ def in_copy(call: Callable[[], str], time_limit_s: float) -> str:
         process = os.fork()
     if process == 0:
         with suppress(BaseException):
-            os.write(writer, call().encode()[:_MAX_ANSWER_BYTES])
+            os.setpgid(0, 0)
+            # The first byte tells an empty answer from none, even if another process keeps the pipe open.
+            os.write(writer, b"=" + call().encode()[: _MAX_ANSWER_BYTES - 1])
         os._exit(0)
+    with suppress(OSError):
+        # Either process may be the first to make the group.
+        os.setpgid(process, process)
     os.close(writer)
     try:
         if not select.select([reader], [], [], time_limit_s)[0]:
             raise TimeoutError
-        return os.read(reader, _MAX_ANSWER_BYTES).decode(errors="replace")
+        answer = os.read(reader, _MAX_ANSWER_BYTES).decode(errors="replace")
+        return answer[1:] if answer else None
     finally:
         os.close(reader)
-        os.kill(process, signal.SIGKILL)
+        os.killpg(process, signal.SIGKILL)
         os.waitpid(process, 0)
 
 

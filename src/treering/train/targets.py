@@ -179,7 +179,8 @@ class _Slots:
             losses[number] = float(term.detach())
             if not np.isfinite(losses[number]):
                 raise StateError(
-                    f"the loss of sequence {number} is {losses[number]}; lower the learning rate, or check its values"
+                    f"the loss of sequence {number} is {losses[number]}; check its values, or start again with a lower "
+                    "learning rate"
                 )
         return torch.stack([term for _, term in terms]).sum()
 

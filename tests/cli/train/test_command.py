@@ -106,6 +106,17 @@ def test_a_failed_reward_names_the_line_of_its_prompt(folder: Path, train: Call)
         train(path, "run.dir=out", "rl.num_steps=6")
 
 
+def test_the_advice_on_weights_that_have_diverged_works(folder: Path, train: Call) -> None:
+    path, settings = prompts(folder), ["optim.learning_rate=1e38", "optim.max_grad_norm=0.0"]
+    with pytest.raises(
+        StateError, match=r"run \(run.dir=...\) from an earlier checkpoint \(model.path=...\) with a lower"
+    ):
+        train(path, "run.dir=out", *settings)
+    train(path, "run.dir=whole", "rl.num_steps=1")
+    path.write_text(re.sub(r"(?s)hidden_size.*?intermediate_size = 16\n", "", path.read_text()))
+    assert train(path, "run.dir=next", "model.path=whole/checkpoints/step-000001")[0]["num_steps"] == 4
+
+
 def constant(prompt: Prompt, text: str) -> float:
     return 0.0
 

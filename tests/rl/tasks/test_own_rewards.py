@@ -242,15 +242,27 @@ def test_several_rewards_are_summed_by_weight_without_those_that_abstain() -> No
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return undefined", r"own\.py:2: NameError: name 'undefined'.*, text 'yes'"),
-        ("return 'good'", r"own\.py:1: a reward must be one finite number"),
-        ("raise SystemExit(1)", r"own\.py:2: InputError: a task must not end the run"),
+        ("return undefined", r"own\.py:3: NameError: name 'undefined'.*, text 'yes'"),
+        ("return 'good'", r"own\.py:2: a reward must be one finite number"),
+        ("raise SystemExit(1)", r"own\.py:3: InputError: a task must not end the run"),
+        ("os._exit(0)", r"own\.py:f crashed or ended its process \(prompt 'p', text 'yes'\)"),
+        ("os.kill(os.getpid(), 11)", r"own\.py:f crashed or ended its process"),
     ],
 )
 def test_a_reward_is_tried_on_the_answer_of_a_prompt_before_a_run(body: str, message: str) -> None:
-    reward = reward_of(f"def f(prompt, text):\n    {body}\n")
+    reward = reward_of(f"import os\ndef f(prompt, text):\n    {body}\n")
     with pytest.raises(InputError, match=message):
         reward.try_on(prompt_with(answer="yes"))
+
+
+def test_processes_that_a_reward_starts_in_its_trial_end_with_it_and_delay_nothing() -> None:
+    reader, writer = os.pipe()
+    # A pool's workers wait for more work, and keep the pipes of their parent.
+    body = "if os.fork() == 0:\n        time.sleep(600)\n    return 1.0"
+    reward_of(f"import os, time\ndef f(prompt, text):\n    {body}\n").try_on(prompt_with(answer="yes"), 20.0)
+    os.close(writer)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 def test_a_trial_calls_a_reward_once_in_a_copy_of_the_process_and_ready_ones_never(tmp_path: Path) -> None:

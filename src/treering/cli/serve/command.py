@@ -111,7 +111,7 @@ def _training(
             stop_tokens=tuple(stop.token_id for stop in stops),
             tokenizer=str(weights.resolve()) if texts is not None else None,
             shares=options.sharing == "on",
-            log=lambda line: PlainConsole(stderr=True, highlight=False).print(line, soft_wrap=True, emoji=False),
+            log=lambda line: PlainConsole(stderr=True, highlight=False).print(line, soft_wrap=True),
         ),
     )
 

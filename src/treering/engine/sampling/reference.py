@@ -121,7 +121,8 @@ def diverged(row: int) -> StateError:
     """
     return StateError(
         f"logits must be finite (or -inf for a hidden token), and those of row {row} have NaN, +inf or only -inf: "
-        "the weights have diverged; go back to an earlier checkpoint and lower the learning rate"
+        "the weights have diverged; start another run (run.dir=...) from an earlier checkpoint (model.path=...) with a "
+        "lower learning_rate"
     )
 
 

@@ -270,7 +270,7 @@ class TextReward:
         The call is not counted. A reward may raise for an empty text, unless the error is a mistake in the code.
 
         Raises:
-            InputError: a reward raises, returns no reward, or takes longer than `time_limit_s`.
+            InputError: a reward raises, returns no reward, ends its process, or takes longer than `time_limit_s`.
         """
         if not self.is_own:
             return
@@ -282,10 +282,11 @@ class TextReward:
                 f"(prompt {prompt.name}, text {(prompt.answer or '')!r:.60}); set a time limit for whatever it waits "
                 "for, or raise the setting"
             ) from None
-        if error:
+        if error or (error is None and prompt.answer is not None):
+            what = f"raised {error}" if error else "crashed or ended its process"
             raise InputError(
-                f"{self.name} raised {error} (prompt {prompt.name}, text {(prompt.answer or '')!r:.60}); a reward "
-                "returns a number for every text, or None to skip it"
+                f"{self.name} {what} (prompt {prompt.name}, text {(prompt.answer or '')!r:.60}); a reward returns a "
+                "number for every text, or None to skip it"
             )
 
     def _trial_error(self, prompt: Prompt) -> str:
