@@ -52,13 +52,17 @@ def test_overlong_sequences_are_named_dropped_or_cut_and_counted(folder: Path) -
     assert sizes(cut) == [3, 5, 4, 5]
     assert "2 of 4 sequences cut to data.max_length = 5" in cut.notes
     assert read(folder, "data.max_length=9").notes == ()
+    write(folder / "a.jsonl", row(0, 6), row(1, 6, loss_mask=[0, 0, 0, 0, 0, 1]))
+    some = read(folder, "data.max_length=5", 'data.overlong="cut"')
+    assert "2 of 2 sequences cut to data.max_length = 5, 1 of them before their first trained token" in some.notes
 
 
 @pytest.mark.parametrize("limit", range(1, 10))
 def test_a_cut_sequence_is_a_prefix_with_its_own_mask_and_trains_no_other_end(folder: Path, limit: int) -> None:
     whole = read(folder).tasks
     if limit < 3:
-        with pytest.raises(InputError, match="training needs a trained token, but 4 tasks have none"):
+        told = rf"4 tasks have none: 4 of 4 sequences cut to data.max_length = {limit}, 4 of them before their first"
+        with pytest.raises(InputError, match=f"{told} trained token; raise it"):
             read(folder, f"data.max_length={limit}", 'data.overlong="cut"')
         return
     for task in read(folder, f"data.max_length={limit}", 'data.overlong="cut"').tasks:
@@ -69,7 +73,8 @@ def test_a_cut_sequence_is_a_prefix_with_its_own_mask_and_trains_no_other_end(fo
 
 
 def test_a_limit_that_leaves_nothing_is_refused(folder: Path) -> None:
-    with pytest.raises(InputError, match=r"no trajectory to train: 4 of 4 sequences dropped by data.max_length = 2"):
+    write(folder / "a.jsonl", *(row(task, size, reward=1.0) for task, size in enumerate(LENGTHS)))
+    with pytest.raises(InputError, match=r"no trajectory to train: 4 of 4 sequences dropped by data.max_length = 2; "):
         read(folder, "data.max_length=2", 'data.overlong="drop"')
 
 

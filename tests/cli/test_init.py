@@ -105,6 +105,51 @@ def test_a_file_for_prompts_trains_as_it_is(folder, monkeypatch, capsys):
     assert f"Passes over the prompts: {num_steps} steps." in text
 
 
+def chat(**answer: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", **answer}]}
+
+
+def ids(prompt: int, answer: int) -> dict[str, Any]:
+    return {"task_id": prompt, "tokens": [1] * (prompt + answer), "loss_mask": [0] * prompt + [1] * answer}
+
+
+KINDS = {
+    "trained tokens beyond the context": ([ids(30, 2), ids(2, 2)], None),
+    "no others": ([ids(30, 2)], "cut to data.max_length = 24, 1 of them before their first trained token; raise it"),
+    "calls that the template drops": (
+        [chat(content=None, tool_calls=[{"name": "f", "arguments": {"a": 1}}])],
+        "it drops the call of 'f' in messages[1] of role 'assistant'; use --template plain",
+    ),
+    "pairs": ([{"prompt": "1", "chosen": "2", "rejected": "3"}], "preference"),
+    "long prompts": ([{"prompt": "1 " * n, "answer": "2"} for n in (4, 30, 22, 12)], None),
+    "long prompts only": ([{"prompt": "1 " * 30, "answer": "2"}], "the shortest prompt has 31 tokens, and model takes"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_init_writes_runs_as_it_is_and_other_data_is_refused_with_the_reason(folder, monkeypatch, capsys, kind):
+    lines, reason = KINDS[kind]
+    (folder / "set.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command, rl = ("train", ["--rl"]) if "prompts" in kind else ("sft", [])
+    code, out, err = call(monkeypatch, capsys, "init", "set.jsonl", "--model", "model", *rl)
+    assert (folder / f"{command}.toml").exists() == (reason is None)
+    if reason is not None:
+        assert reason in err
+        return
+    code, out, err = call(monkeypatch, capsys, *out.split("Next: treering ")[1].split(), "--json")
+    assert code == 0, err
+
+
+def test_long_prompts_leave_half_of_the_context_to_responses(folder, monkeypatch, capsys):
+    (folder / "set.jsonl").write_text("".join(json.dumps(line) + "\n" for line in KINDS["long prompts"][0]))
+    assert call(monkeypatch, capsys, "init", "set.jsonl", "--model", "model", "--rl")[0] == 0
+    text = (folder / "train.toml").read_text()
+    settings = tomllib.loads(text)
+    # The opening of a turn is one token, so that only the prompt of 4 fits into half of 24 positions.
+    assert (settings["task"]["max_prompt_tokens"], settings["sampling"]["max_tokens"]) == (12, 12)
+    assert "3 longer ones are dropped" in text
+
+
 def test_nothing_is_overwritten_and_paths_hold_where_another_folder_is_named(folder, monkeypatch, capsys):
     write_set(folder / "traces.jsonl", 2)
     (folder / "sft.toml").write_text("mine")
@@ -128,7 +173,11 @@ def test_nothing_is_overwritten_and_paths_hold_where_another_folder_is_named(fol
 
 @pytest.mark.parametrize(
     ("tokens", "mask", "part"),
-    [([1, 32], [0, 1], "token ids up to 32, but model takes 32"), ([1, 2], [0, 0], "no trained token")],
+    [
+        ([1, 32], [0, 1], "token ids up to 32, but model takes 32"),
+        ([1, 2], [0, 0], "training needs a trained token, but 1 task has none; give assistant turns"),
+        ([1] * 25, [0] * 24 + [1], "cut to data.max_length = 24, 1 of them before their first trained token"),
+    ],
 )
 def test_data_that_could_not_be_trained_is_refused_before_anything_is_written(
     folder, monkeypatch, capsys, tokens, mask, part

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import treering
+from tests.cli.hub_cache import save_model
+from tests.cli.runs import call
 from treering.cli.hub import locate, search_places
 from treering.config import SftConfig, load
 from treering.data import read_trajectories
@@ -28,6 +30,22 @@ def test_a_command_names_its_own_settings(commands):
     assert line.endswith(
         'messages need a tokenizer, got none; pass data.tokenizer = "DIR" (a Hugging Face folder or hub id)'
     )
+
+
+CHAT = '{"task_id": 1, "messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "3"}]}\n'
+
+
+@pytest.mark.parametrize("words", [["inspect", "chat.jsonl"], ["init", "chat.jsonl", "--model", "model"]])
+def test_a_command_advises_only_options_that_it_has(folder, monkeypatch, capsys, words):
+    save_model(folder / "model")
+    (folder / "chat.jsonl").write_text(CHAT)
+    assert call(monkeypatch, *words) == 2
+    told = capsys.readouterr().err
+    options = re.findall(r"--[a-z-]+", told)
+    assert options
+    assert call(monkeypatch, words[0], "--help") == 0
+    usage = capsys.readouterr().out
+    assert [option for option in options if option not in usage] == []
 
 
 @pytest.mark.parametrize(("name", "other"), [("sft", "train"), ("train", "sft")])

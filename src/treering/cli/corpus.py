@@ -102,13 +102,18 @@ def load_corpus(
     Raises:
         InputError: a file is missing or bad, or no task has a trained token.
     """
-    corpus = _load(config, config_dir, model, on_build)
+    chosen = RowChoice(config)
+    corpus = _load(config, chosen, config_dir, model, on_build)
+    if not corpus.tasks:
+        raise InputError(f"[data] has no trajectory to train: {'; '.join(chosen.losses())}; change these settings")
     trained = tuple(task for task in corpus.tasks if task.num_trained_tokens)
     corpus.release()
     if not trained:
+        why = "; give assistant turns or loss masks"
+        if chosen.num_untrained:
+            why = f": {'; '.join(chosen.losses())}; raise it, or use a model with more positions"
         raise InputError(
-            f"training needs a trained token, but {plural(len(corpus.tasks), 'task has', 'tasks have')} none; give "
-            "assistant turns or loss masks"
+            f"training needs a trained token, but {plural(len(corpus.tasks), 'task has', 'tasks have')} none{why}"
         )
     left_out = len(corpus.tasks) - len(trained)
     said = plural(left_out, "task without a trained token is dropped", "tasks without a trained token are dropped")
@@ -116,19 +121,23 @@ def load_corpus(
     return replace(corpus, tasks=trained, notes=corpus.notes + notes)
 
 
-def _load(config: DataConfig, config_dir: Path, model: Path | None, on_build: OnFile | None) -> Corpus:
+def _load(
+    config: DataConfig, chosen: RowChoice, config_dir: Path, model: Path | None, on_build: OnFile | None
+) -> Corpus:
     if config.source == "generated":
-        return _generate(config, notes=())
+        return _generate(config, chosen, notes=())
     if config.source == "files":
-        return _read(config, search_places(config_dir), model, on_build)
+        return _read(config, chosen, search_places(config_dir), model, on_build)
     folder = data_folder()
     if folder is None:
         missing = f"no real data here ({DATA_VARIABLE} names no folder): training on generated data instead"
-        return _generate(config, notes=(missing,))
-    return _read(config, [folder], model, on_build)
+        return _generate(config, chosen, notes=(missing,))
+    return _read(config, chosen, [folder], model, on_build)
 
 
-def _read(config: DataConfig, places: Sequence[Path], model: Path | None, on_build: OnFile | None) -> Corpus:
+def _read(
+    config: DataConfig, chosen: RowChoice, places: Sequence[Path], model: Path | None, on_build: OnFile | None
+) -> Corpus:
     tokenizer = _of_model(model)
     if config.tokenizer is not None:
         tokenizer = find_folder(config.tokenizer, places, setting="data.tokenizer", wanted="tokenizer")
@@ -137,7 +146,6 @@ def _read(config: DataConfig, places: Sequence[Path], model: Path | None, on_bui
     tasks: list[TrainingTask] = []
     datasets: list[TokenDataset] = []
     notes: list[str] = []
-    chosen = RowChoice(config)
     num_ids = 0 if config.tokenizer is None or tokenizer is None else _num_ids(tokenizer)
     for path in (each for named in config.files for each in located(named, places)):
         on_progress = None if on_build is None else partial(on_build, path.name)
@@ -164,8 +172,6 @@ def _read(config: DataConfig, places: Sequence[Path], model: Path | None, on_bui
     elif stops:
         notes.append(f"turns end with {', '.join(map(str, stops))}, at which `generate` stops in checkpoints")
     notes += chosen.notes()
-    if not tasks:
-        raise InputError(f"data.files have no trajectory to train: {'; '.join(chosen.notes())}; change these settings")
     return Corpus(
         tasks=tuple(tasks),
         num_ids=num_ids,
@@ -207,9 +213,8 @@ def _of_model(folder: Path | None) -> Path | None:
     return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
 
 
-def _generate(config: DataConfig, notes: tuple[str, ...]) -> Corpus:
+def _generate(config: DataConfig, chosen: RowChoice, notes: tuple[str, ...]) -> Corpus:
     spec = AgentSpec(num_tasks=config.max_tasks or 32, num_trials=4, vocab_size=512)
-    chosen = RowChoice(config)
     rows = chosen.rows(render(list(generate_trajectories(spec))), lambda index: f"generated trajectory {index}")
     return Corpus(
         tasks=tuple(group_by_task(rows)),

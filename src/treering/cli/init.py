@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from treering.cli.options import Format, JsonOutput
+from treering.cli.options import ChatTemplate, Format, JsonOutput
 from treering.errors import ConfigError, InputError
 from treering.extras import require
 
@@ -34,6 +34,7 @@ def init(
         Path | None, typer.Option(metavar="CONFIG", help="File to write. Default: sft.toml, or train.toml with --rl.")
     ] = None,
     format: Format = "auto",
+    template: ChatTemplate = "auto",
     json_output: JsonOutput = False,
 ) -> None:
     """Write a commented configuration for your data and model, which runs as it is.
@@ -64,9 +65,9 @@ def init(
     if rl:
         is_file = reward.rpartition(":")[0].endswith(".py")
         reward = str(Path(reward).absolute()) if is_file and not is_here else reward
-        text = rl_text(file, named, facts, reward=reward, run_dir=run_dir)
+        text = rl_text(file, named, facts, reward=reward, run_dir=run_dir, template=template)
     else:
-        text = sft_text(file, named, facts, run_dir=run_dir, format=format)
+        text = sft_text(file, named, facts, run_dir=run_dir, format=format, template=template)
     line = f"treering {command} {shlex.quote(str(path))}"
     head = comments(f"For {file} and {model}, by treering init. It runs as it is: {line}")
     with path.open("x", encoding="utf-8") as stream:

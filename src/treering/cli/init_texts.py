@@ -1,15 +1,18 @@
 """Write the configurations of `treering init`, with sizes chosen from the data and the model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treering.cli.corpus import load_corpus
 from treering.cli.hub import find_folder
 from treering.cli.inspect.command import inspect_files, verdict
 from treering.cli.inspect.file_report import FileReport
 from treering.cli.inspect.options import InspectOptions
 from treering.cli.toml import comments, pair, section
-from treering.data import FormatName
+from treering.config.sft import DataConfig
+from treering.data import FormatName, Template
 from treering.data.cache.folder import cache_folder
 from treering.data.formats.containers import read_records
 from treering.data.formats.reader import detect
@@ -81,26 +84,25 @@ _FEW_STEPS = 100
 """Steps per epoch below which several epochs are worth their time."""
 
 
-def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format: FormatName) -> str:
+def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format: FormatName, template: Template) -> str:
     """Return the text of a configuration that trains `model` on a file, which it calls `named`.
 
     Raises:
-        InputError: a bad file, one without a trained token, or with token ids that the model does not know.
+        InputError: a file that `treering sft` refuses, or with token ids that the model does not know.
     """
     tokenizer = None if model.tokenizer is None else str(model.tokenizer.absolute())
-    [report] = inspect_files(InspectOptions(files=[file], tokenizer=tokenizer, model_shape=model.shape, format=format))
-    if not report.turns.samples:
-        raise InputError(f"{file} has no trained token; give assistant turns or loss masks")
+    [report] = inspect_files(
+        InspectOptions(files=[file], tokenizer=tokenizer, model_shape=model.shape, format=format, template=template)
+    )
+    settings: dict[str, Any] = {"format": format, "template": template, **_limit(report, model)}
+    data = DataConfig(files=(file.absolute(),), **settings)
+    num_tasks = len(load_corpus(data, config_dir=Path(), model=model.tokenizer).tasks)
     if model.vocab_size is not None and report.largest_id >= model.vocab_size:
         raise InputError(
             f"{file} has token ids up to {report.largest_id}, but {model.name} takes {model.vocab_size}; name the "
             "model whose tokenizer made them"
         )
-    data = [
-        pair("files", [named]),
-        *([pair("format", format)] if format != "auto" else []),
-        *_limit(report, model),
-    ]
+    chosen = [pair(key, value, _NOTES.get(key, "")) for key, value in settings.items() if value != "auto"]
     return "".join(
         [
             comments(_found(report, file, model, format)),
@@ -109,8 +111,8 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
                 "distinct ones."
             ),
             section("model", _model(model)),
-            section("data", data),
-            _train(report),
+            section("data", [pair("files", [named]), *chosen]),
+            _train(num_tasks),
             section("run", [pair("dir", run_dir, "Checkpoints and metrics. The same command resumes a stopped run.")]),
         ]
     )
@@ -127,14 +129,17 @@ def _found(report: FileReport, file: Path, model: ModelFacts, format: FormatName
     )
 
 
-def _limit(report: FileReport, model: ModelFacts) -> list[str]:
+_NOTES = {
+    "max_length": "Tokens that the model was made for; the longest sequence has more.",
+    "overlong": 'Keep their first tokens; "drop" drops the sequences.',
+}
+
+
+def _limit(report: FileReport, model: ModelFacts) -> dict[str, Any]:
     """Return the length limit, if a sequence is longer than the model's context."""
     if model.context is None or report.longest <= model.context:
-        return []
-    return [
-        pair("max_length", model.context, "Tokens that the model was made for; the longest sequence has more."),
-        pair("overlong", "cut", 'Keep their first tokens; "drop" drops the sequences.'),
-    ]
+        return {}
+    return {"max_length": model.context, "overlong": "cut"}
 
 
 def _model(model: ModelFacts) -> list[str]:
@@ -144,9 +149,9 @@ def _model(model: ModelFacts) -> list[str]:
     ]
 
 
-def _train(report: FileReport) -> str:
-    trees = max(1, min(_MAX_TREES, report.tasks // 10))
-    steps = -(-report.tasks // trees)
+def _train(num_tasks: int) -> str:
+    trees = max(1, min(_MAX_TREES, num_tasks // 10))
+    steps = -(-num_tasks // trees)
     epochs = 3 if steps < _FEW_STEPS else 1
     train = [
         pair("num_epochs", epochs, f"Passes over the tasks: {plural(epochs * steps, 'step')}."),
@@ -176,7 +181,9 @@ _RESPONSE = 512
 _MAX_BATCH = 64
 
 
-def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: str) -> str:
+def rl_text(
+    file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: str, template: Template = "auto"
+) -> str:
     """Return the text of a configuration that trains `model` on the prompts of a file, which it calls `named`.
 
     Raises:
@@ -185,9 +192,23 @@ def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: 
     """
     if model.tokenizer is None:
         raise InputError(f"prompts need a tokenizer, but {model.name} has no tokenizer.json; name a model with one")
-    task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, model=model.tokenizer, cache=cache_folder())
+    task = PromptsFile(
+        file,
+        tokenizer=model.tokenizer,
+        reward=reward,
+        template=template,
+        model=model.tokenizer,
+        cache=cache_folder(),
+    )
     lengths = [prompt.tokens.size for prompt in task.prompts]
-    response = _response(max(lengths), model)
+    longest, response = _lengths(lengths, model)
+    num_kept = sum(length <= longest for length in lengths)
+    what = [pair("kind", "prompts"), pair("file", named), pair("reward", reward)]
+    if template != "auto":
+        what.append(pair("template", template))
+    if num_kept < len(lengths):
+        note = f"{len(lengths) - num_kept:,} longer ones are dropped, to leave room for responses."
+        what.append(pair("max_prompt_tokens", longest, note))
     num_answers = sum(prompt.answer is not None for prompt in task.prompts)
     found = (
         f"{plural(len(lengths), 'prompt')}, {num_answers:,} of them with an answer, of {sum(lengths):,} tokens; the "
@@ -198,9 +219,9 @@ def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: 
         [
             comments(found),
             section("model", _model(model)),
-            section("task", [pair("kind", "prompts"), pair("file", named), pair("reward", reward)]),
+            section("task", what),
             section("sampling", [pair("max_tokens", response, "Tokens of a rollout; raise it if answers are cut.")]),
-            section("rl", _loop(len(lengths))),
+            section("rl", _loop(num_kept)),
             section("engine", [pair("max_batch", _MAX_BATCH, "Rollouts that run at a time.")]),
             section("optim", [pair("learning_rate", 1e-6, "For all weights; adapters ([lora], rank = 16) take 1e-5.")]),
             section(
@@ -210,14 +231,20 @@ def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: 
     )
 
 
-def _response(longest: int, model: ModelFacts) -> int:
-    room = _RESPONSE if model.context is None else min(_RESPONSE, model.context - longest)
-    if room < 1:
+def _lengths(lengths: Sequence[int], model: ModelFacts) -> tuple[int, int]:
+    """Return the most tokens of a prompt and of a response, which has at least half the model's context or `_RESPONSE`.
+
+    Example: with a context of 100, prompts of 20 and 80 tokens are bounded by 50, and their responses by 50.
+    """
+    if model.context is None:
+        return max(lengths), _RESPONSE
+    longest = min(max(lengths), model.context - min(_RESPONSE, model.context // 2))
+    if longest < min(lengths):
         raise InputError(
-            f"a prompt has {longest:,} tokens, but {model.name} takes {model.context:,}; shorten it, or name "
-            "another model"
+            f"the shortest prompt has {min(lengths):,} tokens, and {model.name} takes {model.context:,} with the "
+            "response; shorten the prompts, or name another model"
         )
-    return room
+    return longest, min(_RESPONSE, model.context - longest)
 
 
 def _loop(num_prompts: int) -> list[str]:

@@ -34,7 +34,7 @@ def notes_on_stderr() -> Iterator[None]:
 
 
 _SETTINGS: Mapping[str, str] = MappingProxyType(
-    {"inspect": r"--\1 \3", "sft": r'data.\1 = "\3"', "train": r'task.\1 = "\3"'}
+    {"inspect": r"--\1 \3", "init": r"--\1 \3", "sft": r'data.\1 = "\3"', "train": r'task.\1 = "\3"'}
 )
 _ARGUMENT = re.compile(r'\b(template|tokenizer)=("?)(\w+)\2')
 
@@ -45,7 +45,11 @@ def in_words_of(command: str, message: str) -> str:
     Example: 'use template="plain"' is "use --template plain" for inspect, and 'use data.template = "plain"' for sft.
     """
     form = _SETTINGS.get(command)
-    return message if form is None else _ARGUMENT.sub(form, message)
+    if form is None:
+        return message
+    named = _ARGUMENT.sub(form, message)
+    # The model that `init` is given has the tokenizer.
+    return named.replace("--tokenizer", "--model") if command == "init" else named
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
-from treering.data import FormatName
+from treering.data import FormatName, Template
 
 OptionsT = TypeVar("OptionsT")
 
@@ -35,6 +35,17 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 Format = Annotated[
     FormatName, typer.Option("--format", parser=one_of(*get_args(FormatName)), metavar="NAME", help=FORMAT_HELP)
+]
+
+ChatTemplate = Annotated[
+    Template,
+    typer.Option(
+        "--template",
+        parser=one_of("auto", "plain", "hf"),
+        metavar="auto|plain|hf",
+        help="How messages become text: by the tokenizer's chat template (hf), or the plain form. Default: auto, which "
+        "is hf if there is a template.",
+    ),
 ]
 
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")]

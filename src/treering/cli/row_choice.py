@@ -20,6 +20,8 @@ class RowChoice:
     def __init__(self, config: DataConfig) -> None:
         self._config = config
         self._num_rows = self._num_overlong = self._num_low = self._num_unknown = 0
+        self.num_untrained = 0
+        """Number of rows that were cut before their first trained token."""
         self._rewards: Counter[float] = Counter()
 
     def rows(self, rows: Iterable[RenderedTrajectory], place_of: Callable[[int], str]) -> list[RenderedTrajectory]:
@@ -36,6 +38,13 @@ class RowChoice:
 
     def notes(self) -> list[str]:
         """Return notes on what was dropped or cut, and on rewards that no setting uses."""
+        found = self.losses()
+        if self._rewards and self._config.min_reward is None:
+            found.insert(0, f"{self._seen_rewards()}; all are trained alike, data.min_reward keeps the best")
+        return found
+
+    def losses(self) -> list[str]:
+        """Return notes on what was dropped or cut."""
         config, found = self._config, []
         if self._num_low or self._num_unknown:
             unknown = f", {self._num_unknown:,} of them without a reward" if self._num_unknown else ""
@@ -43,13 +52,12 @@ class RowChoice:
                 f"{self._num_low + self._num_unknown:,} of {plural(self._num_rows, 'sequence')} dropped by "
                 f"data.min_reward = {config.min_reward:g}{unknown}"
             )
-        elif self._rewards and config.min_reward is None:
-            found.append(f"{self._seen_rewards()}; all are trained alike, data.min_reward keeps the best")
         if self._num_overlong:
             what = "cut to" if config.overlong == "cut" else "dropped by"
+            empty = f", {self.num_untrained:,} of them before their first trained token" if self.num_untrained else ""
             found.append(
                 f"{self._num_overlong:,} of {plural(self._num_rows, 'sequence')} {what} data.max_length = "
-                f"{config.max_length}"
+                f"{config.max_length}{empty}"
             )
         return found
 
@@ -74,7 +82,11 @@ class RowChoice:
                 'raise it, or set data.overlong = "drop" or "cut"'
             )
         self._num_overlong += 1
-        return _cut(row, limit) if self._config.overlong == "cut" else None
+        if self._config.overlong == "drop":
+            return None
+        cut = _cut(row, limit)
+        self.num_untrained += bool(row.loss_mask[1:].any()) and not (cut is not None and cut.loss_mask[1:].any())
+        return cut
 
     def _seen_rewards(self) -> str:
         rewards, unknown = self._rewards, self._num_rows - self._rewards.total()

@@ -6,6 +6,7 @@ import pytest
 from tests.data.cache.datasets import dataset_of
 from treering.cli.inspect.command import next_command, training_line, verdict
 from treering.cli.inspect.file_report import measure
+from treering.cli.inspect.options import InspectOptions
 from treering.data import RenderedTrajectory
 from treering.types import find_shape
 
@@ -26,6 +27,10 @@ def report_of(*rows):
     return measure(dataset_of(rows, source="dir/set.jsonl"), find_shape("qwen3-8b"))
 
 
+def following(report, **options):
+    return next_command([report], InspectOptions(files=[], **options))
+
+
 PROMPT = list(range(80))
 
 
@@ -37,9 +42,12 @@ def test_a_large_gain_is_reported_with_the_share_and_the_gain_from_prompts(tmp_p
         f"set: trees can train it at most {report.flop_bound:.2f}x as fast (qwen3-8b), because 40% of"
     )
     assert "sharing prompts alone would give 1.05x by tokens" in words
-    assert next_command([report], "m q", has_causes=False) == "treering init dir/set.jsonl --model 'm q'"
+    assert following(report, tokenizer="m q") == "treering init dir/set.jsonl --model 'm q'"
     for no_model in (None, str(tmp_path)):
-        assert next_command([report], no_model, has_causes=True) == "treering init dir/set.jsonl --model MODEL"
+        assert following(report, tokenizer=no_model, why=True) == "treering init dir/set.jsonl --model MODEL"
+    read_as = {"template": "plain", "format": "chat"}
+    told = "treering init dir/set.jsonl --model MODEL --template plain --format chat"
+    assert following(report, **read_as) == told
 
 
 def test_prompts_are_named_where_they_are_nearly_all():
@@ -53,8 +61,9 @@ def test_tasks_of_their_own_are_the_reason_for_little_and_a_common_one_is_the_ad
     assert "at most 1.00x" in words
     assert "each of its 2 trajectories is its own task" in words
     assert f"as one task they would give {report.whole_set.flop_bound:.2f}x" in words
-    assert next_command([report], "m", has_causes=False) == "treering inspect dir/set.jsonl --tokenizer m --why"
-    assert next_command([report], None, has_causes=True) == "treering inspect dir/set.jsonl --drafts"
+    assert following(report, tokenizer="m") == "treering inspect dir/set.jsonl --tokenizer m --why"
+    assert following(report, why=True) == "treering inspect dir/set.jsonl --drafts"
+    assert following(report, template="hf") == "treering inspect dir/set.jsonl --template hf --why"
     apart = report_of(rendered("a", [1] * 9, 3, 0), rendered("b", [2] * 9, 3, 1))
     assert "as one task" not in verdict(apart, "qwen3-8b")
 

@@ -59,7 +59,7 @@ def run(options: InspectOptions) -> None:
     details = detail_tables(reports, shape) if options.more else []
     for table in [summary_table(reports), *details, *cause_tables(reports)]:
         console.print(table)
-    following = next_command(reports, options.tokenizer, has_causes=options.why)
+    following = next_command(reports, options)
     images = [image_line(report, shape) for report in reports if report.images]
     verdicts = [line for report in reports for line in (training_line(report), verdict(report, shape))]
     routes = [routes_line(report) for report in reports if report.unique_tokens_without_routes is not None]
@@ -236,20 +236,21 @@ def routes_line(report: FileReport) -> str:
     )
 
 
-def next_command(reports: Sequence[FileReport], tokenizer: str | None, *, has_causes: bool) -> str:
+def next_command(reports: Sequence[FileReport], options: InspectOptions) -> str:
     """Return the command to run next: `init` if trees pay off, else the search for what prevents sharing.
 
-    Args:
-        reports: of the files, in order.
-        tokenizer: as the user named it.
-        has_causes: whether the search is done.
+    It reads the files as this one did, and searches only once.
     """
+    tokenizer = options.tokenizer
+    read_as = "".join(
+        f" --{name} {value}" for name in ("template", "format") if (value := getattr(options, name)) != "auto"
+    )
     best = max(reports, key=lambda report: report.flop_bound)
     if best.flop_bound >= WORTH:
-        return f"treering init {shlex.quote(best.file)} --model {_model_of(tokenizer)}"
+        return f"treering init {shlex.quote(best.file)} --model {_model_of(tokenizer)}{read_as}"
     files = " ".join(shlex.quote(report.file) for report in reports)
     with_tokenizer = "" if tokenizer is None else f" --tokenizer {shlex.quote(tokenizer)}"
-    return f"treering inspect {files}{with_tokenizer} {'--drafts' if has_causes else '--why'}"
+    return f"treering inspect {files}{with_tokenizer}{read_as} {'--drafts' if options.why else '--why'}"
 
 
 def _why_much(report: FileReport) -> str:

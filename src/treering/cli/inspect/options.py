@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from treering.cli.options import Format, JsonOutput, NoCache, one_of
-from treering.data import Renderer, Template
+from treering.cli.options import ChatTemplate, Format, JsonOutput, NoCache
+from treering.data import Renderer
 from treering.errors import ConfigError
 from treering.types import DEFAULT_SHAPE
 
@@ -35,15 +35,7 @@ class InspectOptions:
         str | None,
         typer.Option(metavar="NAME", help=f"Model whose FLOPs are counted; {DEFAULT_SHAPE}.", rich_help_panel=_SHARING),
     ] = None
-    template: Annotated[
-        Template,
-        typer.Option(
-            parser=one_of("auto", "plain", "hf"),
-            metavar="auto|plain|hf",
-            help="How messages become text: by the tokenizer's chat template (hf), or the plain form. Default: auto, "
-            "which is hf if there is a template.",
-        ),
-    ] = "auto"
+    template: ChatTemplate = "auto"
     more: Annotated[
         bool,
         typer.Option(
