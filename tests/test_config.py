@@ -160,11 +160,26 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(minimal: Path, override
         ("model.model_name_or_path=m", "model.path"),
         ("lora.r=8", "lora.rank"),
         ("run.output_dir=out", "run.dir"),
+        ("optim.lr=1", "optim.learning_rate"),
+        ("train.batch_size=8", "train.trees_per_step"),
+        ("train.gradient_accumulation_steps=8", "train.trees_per_step"),
+        ("data.path=a.jsonl", "data.files"),
+        ("train.bf16=true", "model.dtype"),
+        ("train.eval_steps=5", "eval.every"),
+        ("eval.test_size=0.1", "eval.share"),
+        ("train.warmup_ratio=0.1", "optim.warmup_steps"),
     ],
 )
 def test_a_name_of_another_library_is_refused_with_ours(minimal: Path, override: str, near: str) -> None:
     key = override.partition("=")[0].removesuffix(".project")
     assert f"unknown key '{key}'; did you mean '{near}' (" in refusal(minimal, override)
+
+
+@pytest.mark.parametrize(
+    "key", ["data.shuffle", "data.num_workers", "train.foo_size", "eval.epsilon", "engine.type", "lora.dropout"]
+)
+def test_a_key_of_another_section_is_not_suggested_for_its_letters(minimal: Path, key: str) -> None:
+    assert "did you mean" not in refusal(minimal, f"{key}=1")
 
 
 def test_pushing_from_the_configuration_is_refused_with_the_command(minimal: Path) -> None:

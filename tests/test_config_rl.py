@@ -48,6 +48,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: st
 
 def test_a_name_of_another_library_is_refused_with_ours() -> None:
     assert "did you mean 'rl.group_size' (Rollouts per prompt and step)?" in refusal(STEPS, "rl.num_generations=8")
+    for theirs, ours in {"rl.batch_size": "rl.prompts_per_step", "rl.beta": "rl.kl", "task.path": "task.file"}.items():
+        assert f"unknown key '{theirs}'; did you mean '{ours}' (" in refusal(STEPS, f"{theirs}=1")
 
 
 def test_the_limits_of_a_batch_and_of_a_rollout_are_distinguished() -> None:

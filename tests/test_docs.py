@@ -70,6 +70,13 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
     assert [file for file in FILE.findall(text) if not any((home / file).is_file() for home in homes)] == []
 
 
+def test_an_install_by_name_is_shown_once_and_as_what_comes_after_publication() -> None:
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.md"), *(ROOT / "examples").rglob("*.py"), *PAGES]
+    lines = [line for page in sources for line in page.read_text(encoding="utf-8").splitlines()]
+    found = [line for line in lines if re.search(r"pip install [^#]*\btreering\b", line)]
+    assert found == ["# once published: pip install 'treering[train]'"]
+
+
 def test_there_are_pages_with_links_and_files() -> None:
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     assert sum(len(LINK.findall(text)) for text in texts) >= 10

@@ -18,18 +18,39 @@ _TOML_NAMES = {
     type(None): "nothing",
 }
 _SIMILARITY = 0.6
-_NAMES_ELSEWHERE = MappingProxyType(
+"""Least similarity to a key of the same section that is suggested."""
+_SIMILARITY_ELSEWHERE = 0.9
+"""Least similarity to a key of another section, unless it is part of the unknown key, as rank is of lora_rank."""
+_FILES = ("data.files", "task.file")
+_STEP_SIZE = ("train.trees_per_step", "rl.prompts_per_step")
+_NAMES_ELSEWHERE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         **dict.fromkeys(
             ("clearml", "comet_ml", "log", "logger", "log_with", "mlflow", "report_to", "swanlab", "trackio", "wandb"),
-            "metrics.sinks",
+            ("metrics.sinks",),
         ),
-        **{"model_name_or_path": "model.path", "output_dir": "run.dir", "save_steps": "run.save_every"},
-        **{"save_total_limit": "run.keep", "r": "lora.rank", "lora_r": "lora.rank", "use_peft": "lora.rank"},
-        **{"num_generations": "rl.group_size", "max_completion_length": "sampling.max_tokens"},
+        **dict.fromkeys(
+            ("model_name", "model_name_or_path", "name_or_path", "model.name", "model.id"), ("model.path",)
+        ),
+        **dict.fromkeys(("bf16", "fp16", "torch_dtype"), ("model.dtype",)),
+        **dict.fromkeys(("data.path", "task.path", "data_path", "dataset", "dataset_name", "train_file"), _FILES),
+        **{"task.data": _FILES, "output_dir": ("run.dir",), "save_steps": ("run.save_every",)},
+        **{"save_total_limit": ("run.keep",), "eval_steps": ("eval.every",), "eval.steps": ("eval.every",)},
+        **dict.fromkeys(("eval.fraction", "eval.size", "eval_size", "test_size", "val_size"), ("eval.share",)),
+        **dict.fromkeys(("r", "lora_r", "use_peft"), ("lora.rank",)),
+        **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), _STEP_SIZE),
+        **dict.fromkeys(("gradient_accumulation_steps", "rollout_batch_size"), _STEP_SIZE),
+        **{"lr": ("optim.learning_rate",), "warmup_ratio": ("optim.warmup_steps",)},
+        **dict.fromkeys(("lr_scheduler_type", "scheduler"), ("optim.schedule",)),
+        **dict.fromkeys(("num_generations", "rl.n", "sampling.n"), ("rl.group_size",)),
+        **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), ("rl.kl",)),
+        **dict.fromkeys(("clip_ratio", "cliprange", "epsilon"), ("rl.clip",)),
+        **{"ppo_epochs": ("rl.num_iterations",), "loss_type": ("rl.objective",), "temp": ("sampling.temperature",)},
+        **dict.fromkeys(("max_completion_length", "max_response_length"), ("sampling.max_tokens",)),
+        **dict.fromkeys(("max_prompt_length", "task.max_length"), ("task.max_prompt_tokens",)),
     }
 )
-"""Settings of transformers, TRL and verl whose names differ much from ours."""
+"""Settings of transformers, TRL and verl whose names differ much from ours; the first that a command has is meant."""
 
 _TWINS = MappingProxyType({"train": "rl", "rl": "train"})
 """The section of steps in the other command."""
@@ -155,8 +176,9 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
         return f"{dotted} is a setting of earlier versions: {REMOVED[dotted][1]}; remove it"
     if loc[-1] in _PUSH:
         return f"unknown key {dotted!r}; upload a checkpoint with `hf upload`, see docs/report.md"
-    if (ours := _NAMES_ELSEWHERE.get(str(loc[-1]))) in keys:
-        return f"unknown key {dotted!r}; did you mean {_told(str(ours), config_type)}?"
+    known_as = _NAMES_ELSEWHERE.get(dotted, _NAMES_ELSEWHERE.get(str(loc[-1]), ()))
+    if ours := next((key for key in known_as if key in keys), None):
+        return f"unknown key {dotted!r}; did you mean {_told(ours, config_type)}?"
     section = [str(part) for part in loc[:-1]]
     moved = [f"{name}.{loc[-1]}" for name in (_TWINS.get(".".join(section)), "optim")]
     if section and (known := [key for key in moved if key in keys]):
@@ -170,13 +192,22 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
         # Several settings have nearly this name: describe each one, those of later sections first as above.
         candidates = [here[near_here[0]], *reversed(elsewhere)]
         return f"unknown key {dotted!r}; did you mean {_listed([_told(key, config_type) for key in candidates])}?"
-    near = difflib.get_close_matches(str(loc[-1]), by_name, n=1, cutoff=_SIMILARITY)
-    if near:
-        return f"unknown key {dotted!r}; did you mean {by_name[near[0]]!r}?"
+    if near := _nearest(str(loc[-1]), here, by_name):
+        return f"unknown key {dotted!r}; did you mean {by_name[near]!r}?"
     valid = (
         f"valid keys here: {', '.join(here.values())}" if here else f"sections: {', '.join(config_type.model_fields)}"
     )
     return f"unknown key {dotted!r}; {valid}"
+
+
+def _nearest(name: str, here: Mapping[str, str], everywhere: Mapping[str, str]) -> str | None:
+    """Return the known name that is meant by an unknown one, of its own section if possible."""
+    words = set(name.split("_"))
+    parts = [known for known in everywhere if words >= set(known.split("_"))]
+    surely = difflib.get_close_matches(name, everywhere, n=1, cutoff=_SIMILARITY_ELSEWHERE)
+    if found := surely or difflib.get_close_matches(name, parts, n=1, cutoff=0.0):
+        return found[0]
+    return next(iter(difflib.get_close_matches(name, here, n=1, cutoff=_SIMILARITY)), None)
 
 
 def _told(dotted: str, config_type: type[BaseModel]) -> str:
