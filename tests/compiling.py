@@ -40,8 +40,8 @@ def compile_for_hopper(
 
     types = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
         if types[name][0] == "*" or name.endswith("_stride")
     }
     source = ASTSource(kernel, types, constants, aligned)

@@ -68,7 +68,7 @@ def test_the_figures_of_a_document_are_in_the_reports(document: str) -> None:
     for command, text in rows(document):
         for figure in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", text):
             plain = figure.replace(",", "")
-            places = len(plain.partition(".")[2])
-            assert any(f"{value:.{places}f}" == plain for value in values[command]), f"{figure} of `{command}`: {text}"
+            digits = len(plain.partition(".")[2])
+            assert any(f"{value:.{digits}f}" == plain for value in values[command]), f"{figure} of `{command}`: {text}"
             checked += 1
     assert checked > 20

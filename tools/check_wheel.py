@@ -52,11 +52,11 @@ def main() -> None:
     folder = parser.parse_args().folder.resolve()
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        python = install(wheel, place / "venv")
-        write_inputs(place)
-        home = run([str(python), "-I", "-c", "import treering; print(treering.__file__)"], place).strip()
-        if not Path(home).is_relative_to(place):
+        work = Path(name)
+        python = install(wheel, work / "venv")
+        write_inputs(work)
+        home = run([str(python), "-I", "-c", "import treering; print(treering.__file__)"], work).strip()
+        if not Path(home).is_relative_to(work):
             raise SystemExit(f"the commands must come from the wheel, and treering is {home}")
         commands = (
             ["--version"],
@@ -67,12 +67,12 @@ def main() -> None:
             ["doctor", "train", "--json"],
         )
         for command in commands:
-            out = run([str(python.with_name("treering")), *command], place)
+            out = run([str(python.with_name("treering")), *command], work)
             if "--json" in command:
                 json.loads(out)
             print("treering", *command, "- right", flush=True)
         for file in ("sft/checkpoints/step-000002/model.safetensors", "train/report.html"):
-            if not (place / file).is_file():
+            if not (work / file).is_file():
                 raise SystemExit(f"the commands must write {file}, and did not")
     print(f"{wheel.name} and {sdist.name} are right")
 
@@ -86,18 +86,18 @@ def install(wheel: Path, environment: Path) -> Path:
     return python
 
 
-def write_inputs(place: Path) -> None:
+def write_inputs(work: Path) -> None:
     """Writes data of two tasks, and the configurations."""
     lines = [{"task_id": f"t{i // 2}", "tokens": [1, 2, 3, 4 + i], "loss_mask": [0, 0, 1, 1]} for i in range(4)]
-    (place / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (place / "sft.toml").write_text(SFT)
-    (place / "train.toml").write_text(TRAIN)
+    (work / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (work / "sft.toml").write_text(SFT)
+    (work / "train.toml").write_text(TRAIN)
 
 
-def run(call: list[str], place: Path) -> str:
+def run(call: list[str], work: Path) -> str:
     """The standard output of a call in the folder."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(call, cwd=place, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(call, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(call)} failed with {done.returncode}:\n{done.stderr}")
     return done.stdout

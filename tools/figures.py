@@ -73,11 +73,11 @@ def draw_drafts() -> str:
     below = 36 + 20 * len(told) + 30
     parts += [_text(0, below - 8, "draft the next one as a tree; numbers: estimated acceptance", bold=True)]
     parts += [_text(0, below + 16, context_text, mono=True)]
-    left, places = 8.4 * len(context_text) + 16, dict[int, tuple[float, int]]()
+    left, points = 8.4 * len(context_text) + 16, dict[int, tuple[float, int]]()
     num_lines = 0
     for node, (token, parent) in enumerate(zip(drafts.tokens.tolist(), drafts.parents.tolist(), strict=True)):
         follows = parent == node - 1
-        x, line = places.get(parent, (left, 0))
+        x, line = points.get(parent, (left, 0))
         if not follows and node:
             num_lines += 1
             line = num_lines
@@ -86,7 +86,7 @@ def draw_drafts() -> str:
         parts += [_box(x, below + 34 * line, width, 22, ORANGE if line else BLUE)]
         parts += [_text(x + 6, below + 16 + 34 * line, word, fill="white", mono=True)]
         parts += [_text(x, below + 32 + 34 * line, f"{drafts.acceptance[node]:.2f}", size=9)]
-        places[node] = (x + width + 6, line)
+        points[node] = (x + width + 6, line)
     return _svg(640, below + 34 * (num_lines + 1) + 12, parts)
 
 
@@ -158,10 +158,10 @@ def _chart(
     yield _text(left + width + 10, top + height + 14, str(first + count - 1), size=11)
     along, up = width / max(1, count - 1), height / (high - low)
     for number, (name, values) in enumerate(lines.items()):
-        places = [
+        points = [
             f"{left + 30 + along * i:.1f},{top + height - up * (each - low):.1f}" for i, each in enumerate(values)
         ]
-        yield f'<polyline points="{" ".join(places)}" fill="none" stroke="{colours[name]}" stroke-width="1.8"/>'
+        yield f'<polyline points="{" ".join(points)}" fill="none" stroke="{colours[name]}" stroke-width="1.8"/>'
         yield _text(
             left + 30 + (number % 3) * 62, top + height + 30 + number // 3 * 14, name, fill=colours[name], size=11
         )

@@ -1,4 +1,4 @@
-"""Tables of a benchmark's report, drawn alike for all: a heading for each of its lists, and columns by their places."""
+"""Tables of a benchmark's report, drawn alike for all: a heading for each of its lists, and columns by their paths."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Tables = Mapping[str, Sequence[str]]
-"""By a key of the report, the columns of its rows: dotted places in a row."""
+"""By a key of the report, the columns of its rows: dotted paths in a row."""
 
 
 def show(report: Mapping[str, Any], tables: Tables, console: "Console") -> None:
@@ -17,16 +17,16 @@ def show(report: Mapping[str, Any], tables: Tables, console: "Console") -> None:
     """
     from treering.cli.display import figures_table
 
-    for key, places in tables.items():
+    for key, paths in tables.items():
         rows = _rows(report.get(key, ()) if key else report)
-        wide = [place for place in places if _is_wide([_at(row, place) for row in rows])]
-        narrow = [place for place in places if place not in wide]
+        wide = [path for path in paths if _is_wide([_at(row, path) for row in rows])]
+        narrow = [path for path in paths if path not in wide]
         if rows:
-            cells = [[in_words(_at(row, place)) for place in narrow] for row in rows]
+            cells = [[in_words(_at(row, path)) for path in narrow] for row in rows]
             console.print(figures_table(key, list(map(_heading, narrow)), cells))
-        for row, place in ((row, place) for row in rows for place in wide):
-            name = in_words(_at(row, places[0])) if places[0] in narrow else ""
-            console.print(f"{name} {_heading(place)}: {in_words(_at(row, place))}", soft_wrap=True, highlight=False)
+        for row, path in ((row, path) for row in rows for path in wide):
+            name = in_words(_at(row, paths[0])) if paths[0] in narrow else ""
+            console.print(f"{name} {_heading(path)}: {in_words(_at(row, path))}", soft_wrap=True, highlight=False)
 
 
 def in_words(value: Any) -> str:
@@ -52,8 +52,8 @@ def _is_wide(values: Sequence[Any]) -> bool:
     return bool(tables) and not any(isinstance(entry, str) for entry in words)
 
 
-def _heading(place: str) -> str:
-    return place.replace(".", " ").replace("_", " ")
+def _heading(path: str) -> str:
+    return path.replace(".", " ").replace("_", " ")
 
 
 def _joined(parts: Iterable[str]) -> str:
@@ -69,8 +69,8 @@ def _rows(found: Any) -> list[Mapping[str, Any]]:
     return [{"name": name, **row} for name, entry in found.items() for row in _rows(entry)]
 
 
-def _at(row: Any, place: str) -> Any:
-    """The value at a dotted place; None where the row has none."""
-    for name in place.split("."):
+def _at(row: Any, path: str) -> Any:
+    """The value at a dotted path; None where the row has none."""
+    for name in path.split("."):
         row = row.get(name) if isinstance(row, Mapping) else None
     return row

@@ -100,14 +100,14 @@ def part(on_done: OnDone, before: float, size: float, total: float) -> OnDone:
 
 def _replay_chain(recorded: Recorded, rollout: int, drafter: ChainDrafter, tally: Tally) -> None:
     begin, end = recorded.offsets[rollout : rollout + 2].tolist()
-    place = int(recorded.starts[rollout])
-    while place < end:
+    position = int(recorded.starts[rollout])
+    while position < end:
         since = time.thread_time_ns()
-        tokens = drafter.propose(recorded.tokens[begin:place])
+        tokens = drafter.propose(recorded.tokens[begin:position])
         tally.add_time((time.thread_time_ns() - since) / 1e3, 1)
-        most = int(recorded.run_ends[place]) - place
+        most = int(recorded.run_ends[position]) - position
         tried = tokens[:most]
-        is_wrong = tried != recorded.tokens[place : place + tried.size]
+        is_wrong = tried != recorded.tokens[position : position + tried.size]
         num_accepted = int(is_wrong.argmax()) if is_wrong.any() else tried.size
         drafter.observe(tokens.size, num_accepted, bool(is_wrong.any()))
         num_emitted = min(num_accepted + 1, most)
@@ -115,4 +115,4 @@ def _replay_chain(recorded: Recorded, rollout: int, drafter: ChainDrafter, tally
         tally.drafted.num_tokens += num_emitted
         tally.drafted.num_accepted += num_accepted
         tally.drafted.num_drafted += tokens.size
-        place = int(recorded.nexts[place + num_emitted]) if place + num_emitted < end else end
+        position = int(recorded.nexts[position + num_emitted]) if position + num_emitted < end else end

@@ -1,8 +1,8 @@
 """Claim: the time that history drafting itself takes: building indexes, proposing for 64 rows, learning.
 
 `python -m benchmarks.draft.speed --out benchmarks/results/draft_speed.json`. The corpus is generated: for each of 8
-prompts a random walk over 4,000 places, whose samples part and meet again. 64 rollouts of 4,096 tokens are the history,
-64 more are drafted, teacher-forced. Times are of the thread's own CPU.
+prompts a random walk over 4,000 positions, whose samples part and meet again. 64 rollouts of 4,096 tokens are the
+history, 64 more are drafted, teacher-forced. Times are of the thread's own CPU.
 """
 
 import argparse
@@ -25,8 +25,8 @@ NUM_WARM = 20
 def walks(draw: int) -> list[Int32Array]:
     """One rollout per row, int32 [4096] each.
 
-    From a place the walk goes to the next one with probability 0.99 (70 % of places), 0.7 (20 %) or 0.4 (10 %), else to
-    one of three others.
+    From a position the walk goes to the next one with probability 0.99 (70 % of positions), 0.7 (20 %) or 0.4 (10 %),
+    else to one of three others.
     """
     rollouts = []
     for row in range(NUM_ROWS):
@@ -34,16 +34,18 @@ def walks(draw: int) -> list[Int32Array]:
         tokens = graph.zipf(1.3, NUM_NODES) % 50_000
         keeps = graph.choice([0.99, 0.7, 0.4], NUM_NODES, p=[0.7, 0.2, 0.1])
         others = graph.integers(0, NUM_NODES, (NUM_NODES, 3))
-        rng, place, rollout = np.random.default_rng((draw, row)), 0, np.empty(NUM_TOKENS, np.int32)
+        rng, position, rollout = np.random.default_rng((draw, row)), 0, np.empty(NUM_TOKENS, np.int32)
         for i in range(NUM_TOKENS):
-            rollout[i] = tokens[place]
-            place = (place + 1) % NUM_NODES if rng.random() < keeps[place] else others[place, rng.integers(3)]
+            rollout[i] = tokens[position]
+            position = (
+                (position + 1) % NUM_NODES if rng.random() < keeps[position] else others[position, rng.integers(3)]
+            )
         rollouts.append(rollout)
     return rollouts
 
 
 def rows_of(rollouts: list[Int32Array]) -> DraftRows:
-    """All rows at the start of their rollouts; `num_tokens` grows in place."""
+    """All rows at the start of their rollouts; `num_tokens` grows in position."""
     tokens = np.empty((NUM_ROWS, PROMPT_SIZE + NUM_TOKENS), np.int32)
     prompts = np.random.default_rng(9).integers(0, 50_000, (NUM_PROMPTS, PROMPT_SIZE))
     groups = np.arange(NUM_ROWS) % NUM_PROMPTS
@@ -62,15 +64,15 @@ def rows_of(rollouts: list[Int32Array]) -> DraftRows:
 def replay(drafter: Drafter, rows: DraftRows, num_steps: int) -> dict[str, float]:
     """Steps as an engine takes them: propose, verify, observe."""
     proposing, observing, num_accepted, num_drafted = [], [], 0, 0
-    # All rows as one recording: where each begins, and where each place's rollout ends.
+    # All rows as one recording: where each begins, and where each position's rollout ends.
     flat, width = rows.tokens.reshape(-1), rows.tokens.shape[1]
     starts = np.arange(NUM_ROWS) * width
     ends = np.repeat(starts + width, width)
     for _ in range(num_steps):
         seconds, drafts = _timed(lambda: drafter.propose(rows))
         proposing.append(seconds)
-        places = starts + rows.num_tokens
-        accepted, leaves = agreement(flat, ends, places, drafts.tokens, drafts.offsets, drafts.parents)
+        positions = starts + rows.num_tokens
+        accepted, leaves = agreement(flat, ends, positions, drafts.tokens, drafts.offsets, drafts.parents)
         observing.append(_timed(lambda a=accepted, n=leaves: drafter.observe(rows, a, leaves=n))[0])
         num_accepted, num_drafted = num_accepted + int(accepted.sum()), num_drafted + drafts.tokens.size
         rows.num_tokens[:] += accepted + 1

@@ -113,16 +113,16 @@ def _named(name: str) -> Kind:
 
 
 def _happen(kind: Kind, server: Server, task: Task, folder: Path, seed: int, run_s: float, *, is_full: bool) -> Verdict:
-    place = folder / f"case-{seed}"
-    place.mkdir()
+    case_folder = folder / f"case-{seed}"
+    case_folder.mkdir()
     try:
         return kind.happen(
-            Case(server=server, task=task, folder=place, random=Random(seed), run_s=run_s, is_full=is_full)
+            Case(server=server, task=task, folder=case_folder, random=Random(seed), run_s=run_s, is_full=is_full)
         )
     except (OSError, ValueError, LookupError) as error:
         return failure(f"the case itself: {type(error).__name__}: {error}")
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(case_folder, ignore_errors=True)
 
 
 def _seconds(server: Server, task: Task, folder: Path) -> float:

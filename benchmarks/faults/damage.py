@@ -57,8 +57,8 @@ def _delete_line(file: Path, random: Random) -> None:
 
 def _repeat_line(file: Path, random: Random) -> None:
     lines = file.read_bytes().splitlines(keepends=True)
-    place = random.randrange(len(lines))
-    file.write_bytes(b"".join([*lines[: place + 1], *lines[place:]]))
+    index = random.randrange(len(lines))
+    file.write_bytes(b"".join([*lines[: index + 1], *lines[index:]]))
 
 
 def _break_encoding(file: Path, random: Random) -> None:

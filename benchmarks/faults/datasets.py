@@ -138,7 +138,7 @@ def _inspect(
     meanwhile: Callable[[int], None] = lambda process: None,
 ) -> tuple[Ended, dict[str, int]]:
     """How `treering inspect` ended, and its figures of the file."""
-    places = {
+    locations = {
         "TREERING_CACHE": str(case.folder / "cache"),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
     }
@@ -147,7 +147,7 @@ def _inspect(
     words = [*tokenizer, "--no-cache"] if "TMPDIR" in settings else tokenizer
     process = subprocess.Popen(
         [sys.executable, "-m", "treering", "inspect", str(file), "--json", *words],
-        env={**os.environ, **places, **settings},
+        env={**os.environ, **locations, **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

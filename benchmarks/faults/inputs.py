@@ -48,8 +48,8 @@ def _brings_code(case: Case) -> Verdict:
 def _turn_is_cut(case: Case) -> Verdict:
     """One record of four says that its answer was cut: the weights are those of the other three, and it is counted."""
     records = [_record(answer) for answer in _ANSWERS]
-    place = case.random.randrange(len(records))
-    with_cut = [*records[:place], _record("a b a", finish_reason="length"), *records[place:]]
+    index = case.random.randrange(len(records))
+    with_cut = [*records[:index], _record("a b a", finish_reason="length"), *records[index:]]
     ended = _sft(case, case.run, _lines(case.folder / "cut.jsonl", with_cut))
     if (trouble := trouble_of(case.run, ended)) is not None:
         return failure(trouble)

@@ -216,8 +216,8 @@ def _print(part: Part, columns: Mapping[str, Sequence[str]], report: Cell) -> No
     """One line per case, then the goals."""
     print(f"\n{part} on {report['environment']['device']}")
     for case in report["cases"]:
-        places = columns[case["kind"]]
-        print(f"{case['case']:44} {in_words({place: case[place] for place in places})}")
+        shown = columns[case["kind"]]
+        print(f"{case['case']:44} {in_words({name: case[name] for name in shown})}")
     print(f"goals: {in_words(report['goals'])}")
 
 

@@ -153,7 +153,7 @@ def run_loop(config: RlConfig) -> LoopRun:
 
 
 def count_differing(run: LoopRun, other: LoopRun) -> int:
-    """Rollouts whose tokens differ from those at the same place in another run."""
+    """Rollouts whose tokens differ from those at the same index in another run."""
     return sum(
         mine != theirs
         for own_step, other_step in zip(run.tokens(), other.tokens(), strict=True)

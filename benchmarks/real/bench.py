@@ -46,9 +46,9 @@ def measure(
     parts = chosen(only, PARTS)
     if "grpo" in parts:
         for seed, task in product(range(num_seeds), TASKS):
-            place = folder / f"{task}-{seed}"
+            target = folder / f"{task}-{seed}"
             run = partial(
-                train_both, place, model, task, seed=seed, temperature=1.0, size=size, on_progress=on_progress
+                train_both, target, model, task, seed=seed, temperature=1.0, size=size, on_progress=on_progress
             )
             kept(folder / f"grpo-{task}-{seed}.json", run)
     if "exact" in parts:

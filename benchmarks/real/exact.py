@@ -129,5 +129,5 @@ def _profile(work: Callable[[], object]) -> dict[str, Any]:
     ranked = sorted(stats.items(), key=lambda item: -item[1][2])[:10]
     return {
         "processor_s": total,
-        "functions": {f"{Path(place[0]).name}:{place[2]}": facts[2] for place, facts in ranked},
+        "functions": {f"{Path(code[0]).name}:{code[2]}": facts[2] for code, facts in ranked},
     }

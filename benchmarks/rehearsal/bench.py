@@ -62,14 +62,14 @@ def passes(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> 
     """Count the forward passes of an epoch of GRPO on sums as text, without drafts, by `rl.rehearse`."""
     found: dict[str, Any] = {}
     for name in ("off", "on"):
-        place = folder / f"passes-{name}"
-        own = write_task("sums", place, model, SIZE, seed=seed, temperature=1.0)
+        target = folder / f"passes-{name}"
+        own = write_task("sums", target, model, SIZE, seed=seed, temperature=1.0)
         del own["eval"]  # type: ignore[attr-defined]
         own["optim"]["learning_rate"] = 1e-6  # type: ignore[index]
         own["sampling"]["max_tokens"] = 128  # type: ignore[index]
-        file = write_config(place, SIZE, own, side="treering", seed=seed)
+        file = write_config(target, SIZE, own, side="treering", seed=seed)
         config = load(RlConfig, file, [f"rl.rehearse={name}", "history.drafts=off"])
-        with open_training(config, config_dir=place, console=PlainConsole(quiet=True)) as run:
+        with open_training(config, config_dir=target, console=PlainConsole(quiet=True)) as run:
             reports = list(run.steps)
         on_progress(f"passes: {len(reports)} steps, rehearse={name}")
         found[name] = {

@@ -200,9 +200,9 @@ def fold_ids(sequences: Sequence[TokenIds], vocab_size: int | None = None) -> li
         return []
     # Sequence by sequence, so that memory holds little more than the folded ids.
     found = [np.unique(sequence, return_counts=True) for sequence in sequences]
-    ids, places = np.unique(np.concatenate([each for each, _ in found]), return_inverse=True)
+    ids, inverse = np.unique(np.concatenate([each for each, _ in found]), return_inverse=True)
     counts = np.zeros(ids.size, np.int64)
-    np.add.at(counts, places.reshape(-1), np.concatenate([times for _, times in found]))
+    np.add.at(counts, inverse.reshape(-1), np.concatenate([times for _, times in found]))
     rank = np.empty(ids.size, np.int64)
     rank[np.lexsort((ids, -counts))] = np.arange(ids.size)
     folded = _shared(rank, ids.size if vocab_size is None else vocab_size).astype(np.int32)

@@ -19,7 +19,7 @@ _SLIPS = 0.05
 
 
 def problems(num_problems: int, seed: int = 0) -> list[tuple[list[int], list[list[int]]]]:
-    """Each problem's prompt, and solutions that differ from each other at a tenth of the places."""
+    """Each problem's prompt, and solutions that differ from each other at a tenth of the positions."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(num_problems):

@@ -7,7 +7,7 @@ from treering.data import Renderer, Trajectory
 from treering.errors import InputError
 
 
-def test_runs_and_places_are_those_of_the_worked_example() -> None:
+def test_runs_and_positions_are_those_of_the_worked_example() -> None:
     recorded = recording(Line(prompt=(5, 6), response=(7, 8, 9, 4), mask=(True, True, False, True)))
     assert (recorded.offsets.tolist(), recorded.starts.tolist(), recorded.lengths.tolist()) == ([0, 6], [2], [3])
     assert recorded.run_ends.tolist() == [0, 1, 4, 4, 4, 6]

@@ -33,11 +33,9 @@ def num_pairs(model, one):
     _, height, width = one.grid
     full = getattr(vision, "fullatt_block_indexes", range(vision.depth))
     side = getattr(vision, "window_size", 0) // vision.patch_size
-    places = list(product(range(height), range(width)))
-    in_window = (
-        sum((a // side, b // side) == (c // side, d // side) for a, b in places for c, d in places) if side else 0
-    )
-    return len(full) * len(places) ** 2 + (vision.depth - len(full)) * in_window
+    cells = list(product(range(height), range(width)))
+    in_window = sum((a // side, b // side) == (c // side, d // side) for a, b in cells for c, d in cells) if side else 0
+    return len(full) * len(cells) ** 2 + (vision.depth - len(full)) * in_window
 
 
 @pytest.mark.parametrize("family", FAMILIES)

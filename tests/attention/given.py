@@ -79,8 +79,8 @@ def in_partitions(
     for out, rows in reversed(outs):
         if out.requires_grad:
             loss_of(out, rows).backward()  # type: ignore[no-untyped-call]
-    places = torch.cat([rows for _, rows in outs]).argsort()
-    return torch.cat([out for out, _ in outs], 2).detach()[:, :, places]
+    order = torch.cat([rows for _, rows in outs]).argsort()
+    return torch.cat([out for out, _ in outs], 2).detach()[:, :, order]
 
 
 def loss_of(out: Tensor, rows: Tensor) -> Tensor:

@@ -43,12 +43,12 @@ def test_every_root_of_a_partition_finds_its_parent_token_above(shape: str) -> N
         made.append(boundary)
         assert (boundary.gateway is None) == (boundary.left.size == 0)
         assert np.array_equal(boundary.left, np.unique(boundary.left))
-        for place, token in enumerate(part.tokens.tolist()):
+        for index, token in enumerate(part.tokens.tolist()):
             parent = int(tree.parent[token])
             if parent < 0 or parent in part.tokens:
-                assert boundary.start[place] == -1
+                assert boundary.start[index] == -1
                 continue
             assert above is not None
             assert boundary.above is above.gateway
-            slot = boundary.slots[boundary.start[place]]
+            slot = boundary.slots[boundary.start[index]]
             assert partitions[part.parent].tokens[above.left[slot]] == parent

@@ -33,13 +33,13 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def _train(place: Path, *overrides: str) -> Path:
-    run = [f"run.dir={place / 'run'}", "run.save_every=1", "run.keep=2", *overrides]
+def _train(folder: Path, *overrides: str) -> Path:
+    run = [f"run.dir={folder / 'run'}", "run.save_every=1", "run.keep=2", *overrides]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TREERING_DATA", str(place))
+        patch.setenv("TREERING_DATA", str(folder))
         patch.setitem(sys.modules, "tests_rewards", sys.modules[prompts.__module__])
-        run_train(config_path=prompts(place), overrides=run, json_output=True)
-    return place / "run"
+        run_train(config_path=prompts(folder), overrides=run, json_output=True)
+    return folder / "run"
 
 
 def damaged_files(folder: Path) -> list[str]:

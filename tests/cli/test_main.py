@@ -28,10 +28,10 @@ SUBCOMMANDS = [each.name or each.callback.__name__ for each in app.registered_co
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
     """Replace a subcommand's module by one with this `run`, so that no work is done."""
-    place = f"treering.cli.{PLACES[name]}"
-    module = ModuleType(place)
+    module_name = f"treering.cli.{PLACES[name]}"
+    module = ModuleType(module_name)
     setattr(module, f"run_{name}" if PLACES[name] == "training" else "run", run)
-    monkeypatch.setitem(sys.modules, place, module)
+    monkeypatch.setitem(sys.modules, module_name, module)
 
 
 @pytest.mark.parametrize(

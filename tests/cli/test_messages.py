@@ -8,7 +8,7 @@ import pytest
 import treering
 from tests.cli.hub_cache import save_model
 from tests.cli.runs import call
-from treering.cli.hub import locate, search_places
+from treering.cli.hub import locate, search_folders
 from treering.config import SftConfig, load
 from treering.data import read_trajectories
 from treering.errors import ConfigError, InputError, plural
@@ -64,8 +64,8 @@ def test_a_missing_file_names_where_it_was_looked_for_and_the_nearest_names(tmp_
         locate(Path("trace.jsonl"), [tmp_path / "a", tmp_path / "b"])
     assert str(raised.value).startswith(f"trace.jsonl is not in {tmp_path / 'a'}, {tmp_path / 'b'}")
     assert f"did you mean {tmp_path / 'b' / 'traces.jsonl'}?" in str(raised.value)
-    places = search_places(Path())
-    assert len(places) == len(set(places))
+    folders = search_folders(Path())
+    assert len(folders) == len(set(folders))
     with pytest.raises(InputError, match=r"No such file or directory\); did you mean .*traces\.jsonl\? check the path"):
         read_trajectories(tmp_path / "b" / "trace.jsonl")
 

@@ -168,14 +168,14 @@ def trees(draw: st.DrawFn) -> list[Record]:
     """Draw nodes of a random forest in random order, over few tokens, so that siblings often begin alike."""
     num_nodes = draw(st.integers(1, 9))
     parents = [draw(st.none() | st.integers(0, i - 1)) if i else None for i in range(num_nodes)]
-    place = draw(st.permutations(range(num_nodes)))
+    order = draw(st.permutations(range(num_nodes)))
     nodes: list[Record] = [{}] * num_nodes
     for i, parent in enumerate(parents):
         tokens = draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
         mask = draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
         logprobs = draw(st.lists(st.floats(-20, 0), min_size=sum(mask), max_size=sum(mask)))
-        nodes[place[i]] = {
-            **message(None if parent is None else place[parent], tokens),
+        nodes[order[i]] = {
+            **message(None if parent is None else order[parent], tokens),
             **{"mask": mask, "logprobs": logprobs, "sampled": any(mask)},
         }
     return nodes

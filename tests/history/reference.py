@@ -16,7 +16,7 @@ from treering.history.types import DraftRows, Drafts
 MARKER = -1
 ALL_SOURCES = ("history", "siblings", "own", "others")
 LEAST_EDIT = 3
-"""Number of tokens that must agree before an edit for a place to count as a match."""
+"""Number of tokens that must agree before an edit for a position to count as a match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +165,11 @@ class Allowed:
                 assert acceptance[children[0]] == max(acceptance[i] for i in children)
 
     def may_draft(self, b: int, path: Sequence[int]) -> bool:
-        """Return whether `path` occurs in a text of row b's sources, after a place that ends like the row's context."""
+        """Return whether `path` occurs in a text of row b's sources, after a text that ends like the row's context."""
         row = self.rows[b]
         for text, context in self._texts(b):
             for at in range(1, len(text) - len(path) + 1):
-                if list(text[at : at + len(path)]) == list(path) and _is_place(text[:at], context):
+                if list(text[at : at + len(path)]) == list(path) and _is_match(text[:at], context):
                     return True
         return self._may_follow_the_prompt(row, path)
 
@@ -177,7 +177,7 @@ class Allowed:
         """Search the prompt with the whole context, not only the rollout."""
         text = (MARKER, *row.prompt)
         return "own" in self.sources and any(
-            list(text[at : at + len(path)]) == list(path) and _is_place(text[:at], (MARKER, *row.context))
+            list(text[at : at + len(path)]) == list(path) and _is_match(text[:at], (MARKER, *row.context))
             for at in range(1, len(text) - len(path) + 1)
         )
 
@@ -214,7 +214,7 @@ def common_end(a: Sequence[int], b: Sequence[int]) -> int:
     return count
 
 
-def _is_place(before: Sequence[int], context: Sequence[int]) -> bool:
+def _is_match(before: Sequence[int], context: Sequence[int]) -> bool:
     """Return whether `before` ends like the context, or does so before one edited token at either end or both."""
     behind_edit = max(
         common_end(before[:-1], context[:-1]), common_end(before, context[:-1]), common_end(before[:-1], context)

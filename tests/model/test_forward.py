@@ -138,8 +138,8 @@ def test_log_probs_of_a_padded_batch_are_those_of_the_stock_models_padded_forwar
     weights = torch.arange(30.0, dtype=torch.float64).reshape(5, 6) + 1
     (stock * weights).sum().backward()
     expected = take_gradients(model)
-    forest, places = Forest.from_padded(ids, mask)
-    found = per_token_logps(model, forest, 0.7, places=places)
+    forest, indices = Forest.from_padded(ids, mask)
+    found = per_token_logps(model, forest, 0.7, indices=indices)
     assert found.shape == ids.shape
     assert found[:, 0].tolist() == [0.0] * 5
     assert (found[:, 1:] - stock).abs().max() <= 1e-10
@@ -147,18 +147,18 @@ def test_log_probs_of_a_padded_batch_are_those_of_the_stock_models_padded_forwar
     assert_gradients_equal(take_gradients(model), expected, 1e-10)
 
 
-def test_without_places_a_branch_is_a_row_padded_on_the_right_and_a_mask_leaves_entries_out() -> None:
+def test_without_indices_a_branch_is_a_row_padded_on_the_right_and_a_mask_leaves_entries_out() -> None:
     model, (ids, mask) = build_float64("qwen3"), padded("right")
-    forest, places = Forest.from_padded(ids, mask)
+    forest, indices = Forest.from_padded(ids, mask)
     every = per_token_logps(model, forest)
     assert every.shape == (5, 6)
-    assert every.equal(per_token_logps(model, forest, places=places)[:, :6])
+    assert every.equal(per_token_logps(model, forest, indices=indices)[:, :6])
     wanted = torch.zeros(5, 6).long()
     wanted[:, 3:] = 1
     assert (per_token_logps(model, forest, mask=wanted) - every * wanted).abs().max() <= 1e-12
     own = flat_logprobs(model, [5, 6, 7, 10])[0]
     assert (every[1, 1:4] - own).abs().max() <= 1e-12
-    with pytest.raises(InputError, match=r"shape of places, \(5, 6\), got \(5, 7\)"):
+    with pytest.raises(InputError, match=r"shape of indices, \(5, 6\), got \(5, 7\)"):
         per_token_logps(model, forest, mask=mask)
     with pytest.raises(InputError, match=r"below 12, -1 at padding, got shape \(1, 1\) with 14"):
-        per_token_logps(model, forest, places=np.array([[14]]))
+        per_token_logps(model, forest, indices=np.array([[14]]))

@@ -52,17 +52,17 @@ def paths_of(plan: RecurrencePlan, num_tokens: int) -> tuple[list[tuple[int, ...
             rows = zip(call.tokens.tolist(), call.start.tolist(), call.length.tolist(), strict=True)
             for row, (tokens, start, length) in enumerate(rows):
                 path = above[start] if start >= 0 else ()
-                for place, token in enumerate(tokens):
-                    path = (*path, token) if place < length else ()
+                for index, token in enumerate(tokens):
+                    path = (*path, token) if index < length else ()
                     seen.append(path)
                 if row in call.kept.tolist():
                     ends.append((*(above[start] if start >= 0 else ()), *tokens[:length]))
                     # A state after padding is right only if the padding mask is given and closes the gates.
                     is_padding = [False] * len(tokens) if call.padding is None else call.padding[row].tolist()
-                    assert is_padding == [place >= length for place in range(len(tokens))]
+                    assert is_padding == [index >= length for index in range(len(tokens))]
         above = ends
         kept += ends
-    return [seen[place] for place in plan.source.tolist()], [kept[place] for place in plan.left.tolist()]
+    return [seen[index] for index in plan.source.tolist()], [kept[index] for index in plan.left.tolist()]
 
 
 def num_calls(plan: RecurrencePlan) -> int:

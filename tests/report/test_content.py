@@ -174,8 +174,8 @@ def test_a_supervised_run_has_the_samples_of_its_data(tmp_path: Path) -> None:
 
 
 def test_only_runs_of_one_kind_are_compared_and_equal_names_get_their_folder(tmp_path: Path) -> None:
-    for place in ("x/a", "y/a"):
-        write_run(tmp_path / place)
+    for name in ("x/a", "y/a"):
+        write_run(tmp_path / name)
     found = page_content(tmp_path / "x" / "a", lambda run: None, others=[tmp_path / "y" / "a"])
     assert [run["name"] for run in found["runs"]] == ["x/a", "y/a"]
     assert found["prompts"] == []

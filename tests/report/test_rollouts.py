@@ -34,9 +34,9 @@ def test_a_drawing_covers_each_token_of_each_rollout_once(tokens: list[list[int]
     covered = np.zeros((len(tokens), longest), int)
     for start, num_tokens, top, bottom, _ in drawing["segments"]:
         covered[top:bottom, start : start + num_tokens] += 1
-    for place, number in enumerate(drawing["rows"]):
+    for index, number in enumerate(drawing["rows"]):
         size = len(tokens[number])
-        assert covered[place].tolist() == [1] * size + [0] * (longest - size)
+        assert covered[index].tolist() == [1] * size + [0] * (longest - size)
     prefixes = {tuple(each[:end]) for each in tokens for end in range(1, len(each) + 1)}
     assert sum(segment[1] for segment in drawing["segments"]) == drawing["num_tokens"] == len(prefixes)
     assert sorted(drawing["rows"]) == list(range(len(tokens)))

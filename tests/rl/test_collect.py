@@ -107,7 +107,7 @@ def test_requests_carry_draw_prompt_and_sampling() -> None:
     assert [rollout.draw for rollout in collected.groups[0].rollouts] == [4, 4]
 
 
-def place_of(file: str) -> str:
+def location_of(file: str) -> str:
     """Return the path as errors name a file: relative to the current folder, if it is inside."""
     return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
 
@@ -125,7 +125,7 @@ def test_a_reward_that_raises_costs_only_its_rollout(max_batch: int) -> None:
     assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [[0, 2]] * 3
     assert collected.num_reward_errors == 3
     line = fail_on_sample_1.__code__.co_firstlineno + 2
-    error = f"{place_of(__file__)}:{line}: ZeroDivisionError: by zero"
+    error = f"{location_of(__file__)}:{line}: ZeroDivisionError: by zero"
     assert collected.reward_errors == tuple(f"prompt {prompt.prompt_id!r}, sample 1: {error}" for prompt in PROMPTS)
     assert collected.error_counts == {error: 3}
     assert len(seen) == 9

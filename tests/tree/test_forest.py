@@ -149,6 +149,6 @@ def test_copies_are_equal_and_read_only(copied: Callable[[Forest], Forest]) -> N
         (None, "iterable of integer sequences, got NoneType"),
     ],
 )
-def test_bad_sequences_are_refused_with_their_place(sequences: object, message: str) -> None:
+def test_bad_sequences_are_refused_with_their_location(sequences: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Forest.from_sequences(sequences)  # type: ignore[arg-type]

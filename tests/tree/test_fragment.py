@@ -30,10 +30,10 @@ def test_a_fragment_has_the_parents_ends_and_positions_of_its_tree(sequences: li
     tree = Forest.from_sequences(sequences)
     tokens = chosen_tokens(tree, seed)
     fragment = take_fragment(tree, tokens)
-    place = {int(token): i for i, token in enumerate(tokens)}
+    index_of = {int(token): i for i, token in enumerate(tokens)}
     assert fragment.tokens.tolist() == tree.tokens[tokens].tolist()
     assert fragment.position.tolist() == tree.position[tokens].tolist()
-    assert fragment.parent.tolist() == [place.get(int(tree.parent[token]), -1) for token in tokens]
+    assert fragment.parent.tolist() == [index_of.get(int(tree.parent[token]), -1) for token in tokens]
     ends = [sum(int(token) in ancestors_of(tree, int(other)) for other in tokens) for token in tokens]
     assert (fragment.subtree_end - np.arange(tokens.size)).tolist() == ends
 

@@ -21,19 +21,19 @@ def test_every_token_of_a_padded_batch_stands_in_the_forest_on_the_path_of_its_r
     for row, (tokens, left, _) in enumerate(rows):
         ids[row, left : left + len(tokens)] = tokens
         mask[row, left : left + len(tokens)] = 1
-    forest, places = Forest.from_padded(ids, mask)
-    assert ((places >= 0) == (mask == 1)).all()
-    assert forest.tokens[places[places >= 0]].tolist() == ids[mask == 1].tolist()
+    forest, indices = Forest.from_padded(ids, mask)
+    assert ((indices >= 0) == (mask == 1)).all()
+    assert forest.tokens[indices[indices >= 0]].tolist() == ids[mask == 1].tolist()
     for row, (tokens, left, _) in enumerate(rows):
-        path = places[row, left : left + len(tokens)]
+        path = indices[row, left : left + len(tokens)]
         assert forest.parent[path].tolist() == [-1, *path.tolist()][: len(tokens)]
     assert forest.num_tokens == len({tuple(tokens[: i + 1]) for tokens, _, _ in rows for i in range(len(tokens))})
 
 
 def test_restarting_positions_split_a_packed_row():
-    forest, places = Forest.from_padded([[5, 6, 5, 7, 5]], None, [[0, 1, 0, 1, 0]])
+    forest, indices = Forest.from_padded([[5, 6, 5, 7, 5]], None, [[0, 1, 0, 1, 0]])
     assert forest.num_branches == 3
-    assert places.tolist() == [[0, 1, 0, 2, 0]]
+    assert indices.tolist() == [[0, 1, 0, 2, 0]]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_repeat_that_forks_counts_both_sides_once() -> None:
     assert {(d.position, d.token, d.other_token) for d in found.divergences} == {(1, 3, 2)}
 
 
-def test_the_costliest_places_come_first_and_the_rest_is_counted() -> None:
+def test_the_costliest_forks_come_first_and_the_rest_is_counted() -> None:
     sets = [
         [[i, 2, *range(1000 * i, 1000 * i + 20 + i)], [i, 3, *range(1000 * i, 1000 * i + 20 + i)]] for i in (1, 3, 2)
     ]

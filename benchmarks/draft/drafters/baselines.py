@@ -34,8 +34,8 @@ class Ngram:
 
     def propose(self, context: Int32Array) -> Int32Array:
         """The tokens after the earliest match."""
-        _, places = occurrences(context, context, 2, 5)
-        return context[places[0] : places[0] + 16] if places.size else context[:0]
+        _, positions = occurrences(context, context, 2, 5)
+        return context[positions[0] : positions[0] + 16] if positions.size else context[:0]
 
     def observe(self, num_drafted: int, num_accepted: int, is_rejected: bool) -> None:
         """Learns nothing."""
@@ -73,9 +73,9 @@ class Naive(_Searching):
     def propose(self, context: Int32Array) -> Int32Array:
         """The favourite path after the longest match; the context has no reward yet."""
         text = np.concatenate([self._history, context, _MARKER])
-        _, places = occurrences(text, context, 1, 16)
+        _, positions = occurrences(text, context, 1, 16)
         weights = np.concatenate([self._weights, np.zeros(context.size + 1)])
-        return favourite_path(text, places, weights, 8, 0.0)
+        return favourite_path(text, positions, weights, 8, 0.0)
 
 
 class Rhyme(_Searching):
@@ -105,8 +105,8 @@ class Rhyme(_Searching):
     def propose(self, context: Int32Array) -> Int32Array:
         """The favourite branch after the longest match, of at most the window's length."""
         shortest, min_share = (4, 0.1) if self._is_released else (3, 0.0)
-        _, places = occurrences(self._history, context, shortest, 7)
-        return favourite_path(self._history, places, self._weights, self._window, min_share)
+        _, positions = occurrences(self._history, context, shortest, 7)
+        return favourite_path(self._history, positions, self._weights, self._window, min_share)
 
     def observe(self, num_drafted: int, num_accepted: int, is_rejected: bool) -> None:
         """Moves the window."""

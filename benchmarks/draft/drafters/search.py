@@ -14,16 +14,16 @@ MARKER = -1
 
 @njit(cache=True)
 def occurrences(text: Int32Array, context: Int32Array, shortest: int, longest: int) -> tuple[int, Int64Array]:
-    """Length of the longest end of the context that occurs before another token, and the places of those tokens.
+    """Length of the longest end of the context that occurs before another token, and the positions of those tokens.
 
     Ends of `shortest` to `longest` tokens count; the length is 0 where there is none.
 
-    Example: in 5 6 7 5 6 8 the context 4 5 6 has an end of length 2, at the places 2 and 5.
+    Example: in 5 6 7 5 6 8 the context 4 5 6 has an end of length 2, at the positions 2 and 5.
     """
-    places = np.empty(text.size, np.int64)
+    positions = np.empty(text.size, np.int64)
     best, count = 0, 0
     if context.size == 0:
-        return 0, places[:0]
+        return 0, positions[:0]
     last = context[context.size - 1]
     for at in range(text.size - 1):
         if text[at] != last or text[at + 1] == MARKER:
@@ -35,29 +35,29 @@ def occurrences(text: Int32Array, context: Int32Array, shortest: int, longest: i
             continue
         if length > best:
             best, count = length, 0
-        places[count] = at + 1
+        positions[count] = at + 1
         count += 1
-    return best, places[:count]
+    return best, positions[:count]
 
 
 @njit(cache=True)
-def favourite(text: Int32Array, places: Int64Array, weights: Float64Array) -> tuple[int, int]:
-    """The token at the places with the largest sum of weights, of equal sums the more frequent one; and its count.
+def favourite(text: Int32Array, positions: Int64Array, weights: Float64Array) -> tuple[int, int]:
+    """The token at the positions with the largest sum of weights, of equal sums the more frequent one; and its count.
 
     Args:
         text: int32 [n].
-        places: int64 [p], in the text.
-        weights: float64 [n], of each place.
+        positions: int64 [p], in the text.
+        weights: float64 [n], of each position.
 
     Example: tokens 7, 8, 8 with weights 1, 0.25, 0.25 give (7, 1).
     """
-    order = np.argsort(text[places], kind="mergesort")
+    order = np.argsort(text[positions], kind="mergesort")
     best, best_count, best_sum = MARKER, 0, 0.0
     begin = 0
     while begin < order.size:
-        token, end, total = text[places[order[begin]]], begin, 0.0
-        while end < order.size and text[places[order[end]]] == token:
-            total += weights[places[order[end]]]
+        token, end, total = text[positions[order[begin]]], begin, 0.0
+        while end < order.size and text[positions[order[end]]] == token:
+            total += weights[positions[order[end]]]
             end += 1
         is_better = total > best_sum or (total == best_sum and end - begin > best_count)
         if token != MARKER and (best_count == 0 or is_better):
@@ -68,24 +68,24 @@ def favourite(text: Int32Array, places: Int64Array, weights: Float64Array) -> tu
 
 @njit(cache=True)
 def favourite_path(
-    text: Int32Array, places: Int64Array, weights: Float64Array, most: int, min_share: float
+    text: Int32Array, positions: Int64Array, weights: Float64Array, most: int, min_share: float
 ) -> Int32Array:
-    """Goes on from the places by their favourite token, keeping those that have it, for `most` tokens.
+    """Goes on from the positions by their favourite token, keeping those that have it, for `most` tokens.
 
-    It ends where no place is left, and before the product of the shares of places followed at each token falls below
-    `min_share`.
+    It ends where no position is left, and before the product of the shares of positions followed at each token falls
+    below `min_share`.
 
-    Example: from places of 7 8, 7 9 and 7 8 it goes 7, 8; with a `min_share` of 0.7 it ends after 7.
+    Example: from positions of 7 8, 7 9 and 7 8 it goes 7, 8; with a `min_share` of 0.7 it ends after 7.
     """
     path = np.empty(most, np.int32)
     share = 1.0
     for depth in range(most):
-        token, count = favourite(text, places, weights)
+        token, count = favourite(text, positions, weights)
         if count == 0:
             return path[:depth]
-        share *= count / places.size
+        share *= count / positions.size
         if share < min_share:
             return path[:depth]
         path[depth] = token
-        places = places[text[places] == token] + 1
+        positions = positions[text[positions] == token] + 1
     return path

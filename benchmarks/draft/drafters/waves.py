@@ -38,10 +38,10 @@ def generations_later(recorded: Recorded, count: int) -> Int64Array:
 
     Example: a task with rollouts of the epochs 0, 0, 2, 5 has 2, 2, 5, NEVER for a count of 1.
     """
-    pairs, place = np.unique(np.stack([recorded.prompts, recorded.epochs]), axis=1, return_inverse=True)
+    pairs, inverse = np.unique(np.stack([recorded.prompts, recorded.epochs]), axis=1, return_inverse=True)
     later = np.minimum(np.arange(pairs.shape[1]) + count, pairs.shape[1] - 1)
     has_later = (np.arange(pairs.shape[1]) + count < pairs.shape[1]) & (pairs[0, later] == pairs[0])
-    found: Int64Array = np.where(has_later, pairs[1, later], NEVER)[place.reshape(-1)]
+    found: Int64Array = np.where(has_later, pairs[1, later], NEVER)[inverse.reshape(-1)]
     return found
 
 

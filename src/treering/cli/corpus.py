@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from treering.cli.data_files import OnFile, located, read_file
-from treering.cli.hub import find_folder, search_places
+from treering.cli.hub import find_folder, search_folders
 from treering.cli.row_choice import RowChoice
 from treering.config.sft import DataConfig
 from treering.data import (
@@ -24,7 +24,7 @@ from treering.data import (
 )
 from treering.data.cache.build_dataset import ReadOptions
 from treering.data.cache.dataset import TokenDataset
-from treering.data.formats.reader import find_place
+from treering.data.formats.reader import find_location
 from treering.errors import ConfigError, InputError, plural
 from treering.rl.tasks.text_tokens import StopToken, TextTokens, find_stop_tokens
 from treering.train.loop.batches import TrainingTask, group_by_task
@@ -127,7 +127,7 @@ def _load(
     if config.source == "generated":
         return _generate(config, chosen, notes=())
     if config.source == "files":
-        return _read(config, chosen, search_places(config_dir), model, on_build)
+        return _read(config, chosen, search_folders(config_dir), model, on_build)
     folder = data_folder()
     if folder is None:
         missing = f"no real data here ({DATA_VARIABLE} names no folder): training on generated data instead"
@@ -136,27 +136,27 @@ def _load(
 
 
 def _read(
-    config: DataConfig, chosen: RowChoice, places: Sequence[Path], model: Path | None, on_build: OnFile | None
+    config: DataConfig, chosen: RowChoice, folders: Sequence[Path], model: Path | None, on_build: OnFile | None
 ) -> Corpus:
     tokenizer = _of_model(model)
     if config.tokenizer is not None:
-        tokenizer = find_folder(config.tokenizer, places, setting="data.tokenizer", wanted="tokenizer")
+        tokenizer = find_folder(config.tokenizer, folders, setting="data.tokenizer", wanted="tokenizer")
     renderer = Renderer(tokenizer=tokenizer, template=config.template, date=config.date)
     options = ReadOptions(format=config.format, failed=config.failed, refuses_pairs=True)
     tasks: list[TrainingTask] = []
     datasets: list[TokenDataset] = []
     notes: list[str] = []
     num_ids = 0 if config.tokenizer is None or tokenizer is None else _num_ids(tokenizer)
-    for path in (each for named in config.files for each in located(named, places)):
+    for path in (each for named in config.files for each in located(named, folders)):
         on_progress = None if on_build is None else partial(on_build, path.name)
         dataset = read_file(path, renderer, options, on_progress=on_progress)
         if (same := next((other for other in datasets if _are_equal(dataset, other)), None)) is not None:
             notes.append(f"{path} and {same.facts.source} hold the same data, so it is trained twice; name one of them")
         # Each file numbers its own tasks, so equal ids in two files are two tasks.
         kept = range(min(dataset.num_tasks, config.max_tasks or dataset.num_tasks))
-        place_of = partial(find_place, path, config.format, failed=config.failed)
+        location_of = partial(find_location, path, config.format, failed=config.failed)
         tasks += [
-            task for number in kept for task in group_by_task(chosen.rows(dataset.task(number), place_of), path.name)
+            task for number in kept for task in group_by_task(chosen.rows(dataset.task(number), location_of), path.name)
         ]
         num_ids = max(num_ids, 1 + max(dataset.largest_id(number) for number in kept))
         notes += [f"{path.name}: {note}" for note in dataset.facts.notes]

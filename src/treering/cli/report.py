@@ -224,5 +224,5 @@ def _tokenizer_folder(run: RunData) -> Path | None:
     sections = [section_of(run.config, name) for name in ("task", "data", "model")]
     named = [each.get(key) for each in sections for key in ("tokenizer", "path")]
     roots = [Path(), *([] if (data := data_folder()) is None else [data])]
-    places = [root / name for name in named if isinstance(name, str) for root in roots]
-    return next((place for place in places if (place / _TOKENIZER_FILE).is_file()), None)
+    candidates = [root / name for name in named if isinstance(name, str) for root in roots]
+    return next((candidate for candidate in candidates if (candidate / _TOKENIZER_FILE).is_file()), None)

@@ -24,17 +24,17 @@ class RowChoice:
         """Number of rows that were cut before their first trained token."""
         self._rewards: Counter[float] = Counter()
 
-    def rows(self, rows: Iterable[RenderedTrajectory], place_of: Callable[[int], str]) -> list[RenderedTrajectory]:
+    def rows(self, rows: Iterable[RenderedTrajectory], location_of: Callable[[int], str]) -> list[RenderedTrajectory]:
         """Return the rows to train on; cut rows are shorter.
 
         Args:
             rows: of a file.
-            place_of: gives the place of a trajectory by its index, for errors.
+            location_of: gives the location of a trajectory by its index, for errors.
 
         Raises:
             InputError: a row is too long, and `overlong` is "error".
         """
-        return [kept for row in rows if self._has_reward(row) and (kept := self._fitting(row, place_of)) is not None]
+        return [kept for row in rows if self._has_reward(row) and (kept := self._fitting(row, location_of)) is not None]
 
     def notes(self) -> list[str]:
         """Return notes on what was dropped or cut, and on rewards that no setting uses."""
@@ -72,13 +72,13 @@ class RowChoice:
         self._num_low += is_low
         return not is_low
 
-    def _fitting(self, row: RenderedTrajectory, place_of: Callable[[int], str]) -> RenderedTrajectory | None:
+    def _fitting(self, row: RenderedTrajectory, location_of: Callable[[int], str]) -> RenderedTrajectory | None:
         limit = self._config.max_length
         if limit is None or row.tokens.size <= limit:
             return row
         if self._config.overlong == "error":
             raise InputError(
-                f"{place_of(row.index)}: {row.tokens.size:,} tokens, above data.max_length = {limit}; "
+                f"{location_of(row.index)}: {row.tokens.size:,} tokens, above data.max_length = {limit}; "
                 'raise it, or set data.overlong = "drop" or "cut"'
             )
         self._num_overlong += 1

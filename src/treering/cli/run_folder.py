@@ -55,8 +55,8 @@ def locked(folder: Path) -> Iterator[None]:
     is_new = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    for place in (folder, folder / WARMUP_FOLDER):
-        _check_names(place)
+    for each in (folder, folder / WARMUP_FOLDER):
+        _check_names(each)
     with writing(folder / LOCK_FILE):
         lock = FileLock(
             folder / LOCK_FILE,
@@ -80,8 +80,8 @@ def locked(folder: Path) -> Iterator[None]:
 def _clear_drafts(folder: Path) -> None:
     """Remove unfinished files of a killed process."""
     for name in (*_FILES, f"{ROLLOUTS_FOLDER}/epoch-*"):
-        place = folder / name
-        for draft in place.parent.glob(f".{place.name}.*"):
+        path = folder / name
+        for draft in path.parent.glob(f".{path.name}.*"):
             draft.unlink()
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.display import RunDisplay, SavingNote
-from treering.cli.hub import find_model, is_hub_id, search_places
+from treering.cli.hub import find_model, is_hub_id, search_folders
 from treering.cli.model_card import model_card
 from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import HISTORY_FOLDER, locked, open_sinks, printed_warnings, write_settings
@@ -114,7 +114,7 @@ def _first_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def _with_commit(section: SectionT, name: str, first: Mapping[str, Any], config_dir: Path) -> SectionT:
-    if section.path is None or not is_hub_id(section.path, search_places(config_dir)):
+    if section.path is None or not is_hub_id(section.path, search_folders(config_dir)):
         return section
     before = first.get(name, {})
     if section.revision is None and before.get("path") == section.path:

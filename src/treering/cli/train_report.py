@@ -86,7 +86,7 @@ def completions_of(trajectories: Sequence[Trajectory], num_rows: int, source: Ta
     """
     ranked = sorted(trajectories, key=lambda each: -np.inf if each.reward is None else each.reward)
     chosen = np.unique(np.linspace(0, len(ranked) - 1, min(num_rows, len(ranked))).round().astype(int))
-    return [_completion(ranked[place], source) for place in chosen]
+    return [_completion(ranked[rank], source) for rank in chosen]
 
 
 def _completion(each: Trajectory, source: TaskSource) -> Completion:

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from treering.cli.hub import find_folder, locate, search_places
+from treering.cli.hub import find_folder, locate, search_folders
 from treering.config.rl_task import TaskConfig
 from treering.data import Renderer
 from treering.data.cache.folder import cache_folder
@@ -138,13 +138,13 @@ def draw_sums(config: TaskConfig) -> ChainedSums:
 
 def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None) -> TaskSource:
     assert config.file is not None, "the configuration checks it"
-    places = search_places(config_dir)
+    folders = search_folders(config_dir)
     tokenizer = model
     if config.tokenizer is not None:
-        tokenizer = find_folder(config.tokenizer, places, setting="task.tokenizer", wanted="tokenizer")
+        tokenizer = find_folder(config.tokenizer, folders, setting="task.tokenizer", wanted="tokenizer")
     assert tokenizer is not None, "the configuration checks it"
     task = PromptsFile(
-        locate(config.file, places),
+        locate(config.file, folders),
         tokenizer=tokenizer,
         reward=_rewards(config),
         folders=(config_dir, shell_dir),
@@ -184,8 +184,8 @@ def _of_environment(
     assert config.template != "raw", "the configuration checks it"
     tokenizer = BYTES_FOLDER if model is None else model
     if config.tokenizer is not None:
-        places = search_places(config_dir)
-        tokenizer = find_folder(config.tokenizer, places, setting="task.tokenizer", wanted="tokenizer")
+        folders = search_folders(config_dir)
+        tokenizer = find_folder(config.tokenizer, folders, setting="task.tokenizer", wanted="tokenizer")
     chat = ChatTokens(tokenizer, config.template, config.date)
     stops = find_stop_tokens(chat.text, chat.form, model=model, named=config.stop_tokens)
     task = EnvironmentTask(

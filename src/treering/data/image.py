@@ -95,7 +95,7 @@ class PlacedImage:
         return self.start + self.image.num_tokens
 
 
-def check_places(placed: Sequence[PlacedImage], tokens: NDArray[np.integer[Any]]) -> None:
+def check_image_positions(placed: Sequence[PlacedImage], tokens: NDArray[np.integer[Any]]) -> None:
     """Check that images are in order inside a sequence, without overlap, each at equal tokens.
 
     Raises:
@@ -173,7 +173,7 @@ class ImageSource:
         return content
 
     def refusal(self, rule: str) -> InputError:
-        """Return an error that begins with the place of the image."""
+        """Return an error that begins with the location of the image."""
         name = "" if self.file is None else f"{self.file}: "
         return InputError(f"{self.where}: {name}{rule}" if self.where else f"{name}{rule}")
 
@@ -357,7 +357,7 @@ def decoded(source: ImageSource) -> "PilImage":
 
     Raises:
         InputError: bytes are damaged or of another format, or the image has several frames, more than 8 bits of grey,
-            or more pixels than `PIL.Image.MAX_IMAGE_PIXELS`; the message begins with the place of the record.
+            or more pixels than `PIL.Image.MAX_IMAGE_PIXELS`; the message begins with the location of the record.
         MissingExtraError: Pillow is missing.
 
     Example: a JPEG of 640x480 whose EXIF orientation is a quarter turn is decoded to 480x640.

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.image import MessageImage, PlacedImage, check_places
+from treering.data.image import MessageImage, PlacedImage, check_image_positions
 from treering.data.routed_experts import as_routes
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds, is_count
@@ -192,7 +192,7 @@ class Message:
     content: str | None
     """The text; None if the message only calls tools."""
     images: tuple[MessageImage, ...] = ()
-    """Images with their places in the text, in order; an assistant's message has none."""
+    """Images with their positions in the text, in order; an assistant's message has none."""
     reasoning: str | None = None
     """Reasoning before the text, if the source separates it."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -384,7 +384,7 @@ def _check_arrays(trajectory: Trajectory) -> None:
 
 
 def _check_images(trajectory: Trajectory, tokens: TokenIds) -> None:
-    check_places(trajectory.images, tokens)
+    check_image_positions(trajectory.images, tokens)
     mask = trajectory.loss_mask
     for number, one in enumerate(trajectory.images):
         if mask is None or mask[one.start : one.stop].any():

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.config.engine import Sampling as Sampling
-from treering.data.image import PlacedImage, check_places
+from treering.data.image import PlacedImage, check_image_positions
 from treering.data.trajectory import valid_text
 from treering.errors import ConfigError, InputError
 from treering.types import MAX_TOKEN_ID, LossMask, PromptId, TokenIds
@@ -309,11 +309,11 @@ def check_images(prompt_id: PromptId, images: Sequence[PlacedImage], prompt: Tok
     """Check that images are in order inside a prompt, and that the prompt continues after them.
 
     Raises:
-        InputError: if `check_places` fails, or the last token, which rollouts compute themselves, belongs to an image.
+        InputError: `check_image_positions` fails, or the last token, which rollouts compute themselves, is an image's.
 
     Example: an image at the end of a prompt is refused.
     """
-    check_places(images, prompt)
+    check_image_positions(images, prompt)
     if images and images[-1].stop == prompt.size:
         raise InputError(
             f"a prompt must continue after its images, and {prompt_id!r} ends with one; add the token that ends an "

@@ -84,8 +84,8 @@ def pick(_typing_context: Any, which: Any, first: Any, second: Any, third: Any, 
         is_first = builder.icmp_signed("==", number, number.type(0))
         is_second = builder.icmp_signed("==", number, number.type(1))
         data = builder.select(is_first, datas[0], builder.select(is_second, datas[1], datas[2]))
-        place = context.cast(builder, arguments[4], signature.args[4], types.intp)
-        return builder.load(builder.gep(data, [place]))
+        index = context.cast(builder, arguments[4], signature.args[4], types.intp)
+        return builder.load(builder.gep(data, [index]))
 
     return first.dtype(which, first, second, third, at), generate
 
@@ -130,7 +130,7 @@ class Memory:
         self._arrays = [(np.dtype(dtype), np.broadcast_to(0, shape).shape) for dtype, shape in arrays.values()]
         sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self._arrays]
         ends = list(accumulate(-(-size // _LINE) * _LINE for size in sizes))
-        self._places, self.num_bytes = [0, *ends[:-1]], ends[-1]
+        self._offsets, self.num_bytes = [0, *ends[:-1]], ends[-1]
         assert tuple(arrays) == record._fields
         self.arrays = self._intrinsic()
 
@@ -148,8 +148,8 @@ class Memory:
                 data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
                 data = builder.gep(data, [context.cast(builder, arguments[1], signature.args[1], types.intp)])
                 made = [
-                    _array_at(context, builder, kind, builder.gep(data, [ir.Constant(ir.IntType(64), place)]), shape)
-                    for kind, place, (_, shape) in zip(kinds, self._places, self._arrays, strict=True)
+                    _array_at(context, builder, kind, builder.gep(data, [ir.Constant(ir.IntType(64), offset)]), shape)
+                    for kind, offset, (_, shape) in zip(kinds, self._offsets, self._arrays, strict=True)
                 ]
                 return context.make_tuple(builder, result, made)
 

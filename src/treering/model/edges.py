@@ -40,11 +40,11 @@ class EdgeTable:
     edge_row: NDArray[np.int64]
     targets: NDArray[np.int64]
 
-    def places(self, forest: Forest) -> NDArray[np.int64]:
+    def edge_of_token(self, forest: Forest) -> NDArray[np.int64]:
         """Return the index of each token's edge in the table: int64 [N], -1 for tokens without one."""
-        places = np.full(forest.num_tokens, -1, np.int64)
-        places[self.edges] = np.arange(self.edges.size)
-        return places
+        edge_of_token = np.full(forest.num_tokens, -1, np.int64)
+        edge_of_token[self.edges] = np.arange(self.edges.size)
+        return edge_of_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,7 +108,7 @@ def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeT
 
 
 def split_table(
-    table: EdgeTable, owner: NDArray[np.int64], place: NDArray[np.int64], num_owners: int
+    table: EdgeTable, owner: NDArray[np.int64], local_index: NDArray[np.int64], num_owners: int
 ) -> list[EdgeTable]:
     """Split a table by partition of the tree: each gets its rows and the edges of their children in any partition.
 
@@ -117,7 +117,7 @@ def split_table(
     Args:
         table: table of the whole tree.
         owner: [N] partition of each token.
-        place: [N] index of each token among its partition's tokens; ascending within a partition.
+        local_index: [N] index of each token among its partition's tokens; ascending within a partition.
         num_owners: number of partitions.
 
     Example: for the chain 5, 6, 7 cut after 6, the first partition gets edges 1 and 2, and the second none.
@@ -130,7 +130,7 @@ def split_table(
     targets = _grouped(table.targets, edge_owner, num_owners)
     return [
         EdgeTable(
-            rows=place[rows[i]],
+            rows=local_index[rows[i]],
             edges=edges[i],
             edge_row=np.searchsorted(rows[i], parents[i]),
             targets=targets[i],

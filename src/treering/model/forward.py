@@ -27,7 +27,7 @@ from treering.model.images import ImageFeatures, distinct_images, embedded
 from treering.model.logits import EntropyOf
 from treering.model.routers import check_routes, find_routers, replayed_routes
 from treering.model.tree_model import TreeModel
-from treering.tree.forest import Forest, places_of
+from treering.tree.forest import Forest, padded_indices
 from treering.tree.image_tokens import rotary_positions
 
 FILLER = Forest.from_sequences([[0, 0]])
@@ -122,7 +122,7 @@ def per_token_logps(
     forest: Forest,
     temperature: float = 1.0,
     *,
-    places: NDArray[np.integer[Any]] | None = None,
+    indices: NDArray[np.integer[Any]] | None = None,
     mask: ArrayLike | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "B T"]:
@@ -135,13 +135,13 @@ def per_token_logps(
         model: see `forward`.
         forest: B branches, the longest with T tokens.
         temperature: divides the logits; must be positive.
-        places: int [B, T], packed index of each token and -1 at padding, as returned by `Forest.from_padded`; None for
+        indices: int [B, T], packed index of each token and -1 at padding, as returned by `Forest.from_padded`; None for
             one branch per row, padded on the right.
         mask: [B, T], 0 or False for entries that are not needed, such as a prompt's: they get 0, and take no time.
         backend: see `forward`.
 
     Raises:
-        InputError: places of another forest, or a mask of another shape; see `forward`.
+        InputError: indices of another forest, or a mask of another shape; see `forward`.
         UnsupportedError: a model whose results would not be exact; names the reason.
 
     Example:
@@ -149,29 +149,29 @@ def per_token_logps(
         >>> logps = per_token_logps(model, forest)              # [2, 3]    # doctest: +SKIP
         >>> loss = -(advantages[:, None] * logps).sum()                     # doctest: +SKIP
     """
-    places = _rows_of(forest) if places is None else np.asarray(places)
-    if places.ndim != 2 or places.max(initial=-1) >= forest.num_tokens or places.min(initial=-1) < -1:
+    indices = _rows_of(forest) if indices is None else np.asarray(indices)
+    if indices.ndim != 2 or indices.max(initial=-1) >= forest.num_tokens or indices.min(initial=-1) < -1:
         raise InputError(
-            f"places must be [rows, columns] of packed indices below {forest.num_tokens}, -1 at padding, got shape "
-            f"{places.shape} with {places.max(initial=-1)}; take the forest and its places from one Forest.from_padded"
+            f"indices must be [rows, columns] of packed indices below {forest.num_tokens}, -1 at padding, got shape "
+            f"{indices.shape} with {indices.max(initial=-1)}; take both from one Forest.from_padded"
         )
-    wanted = places >= 0
+    wanted = indices >= 0
     if mask is not None:
         given = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask).astype(bool)
-        if given.shape != places.shape:
-            raise InputError(f"mask must have the shape of places, {places.shape}, got {given.shape}")
+        if given.shape != indices.shape:
+            raise InputError(f"mask must have the shape of indices, {indices.shape}, got {given.shape}")
         wanted &= given
     scored = np.zeros(forest.num_tokens, np.bool_)
-    scored[places[wanted]] = True
+    scored[indices[wanted]] = True
     logprobs = forward(model, forest, temperature, wanted=scored, entropy_of="none", backend=backend).logprobs
-    rows = to_device(np.where(wanted, places, 0), logprobs.device).long()
+    rows = to_device(np.where(wanted, indices, 0), logprobs.device).long()
     return logprobs[rows].masked_fill(~to_device(wanted, logprobs.device), 0.0)
 
 
 def _rows_of(forest: Forest) -> Int64Array:
     """Return int64 [B, T], the packed indices of each branch, -1 after its end."""
     real = np.arange(forest.branch_length.max(initial=0))[None] < forest.branch_length[:, None]
-    return places_of(real, forest.paths()[0])
+    return padded_indices(real, forest.paths()[0])
 
 
 def _spread(scores: Tensor, *, edges: NDArray[np.int64], forest: Forest, hidden: Tensor) -> Float[Tensor, " N"]:

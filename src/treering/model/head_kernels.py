@@ -74,14 +74,14 @@ def _gradient_kernel(
         own_entropy, turned = tl.load(entropy + row), tl.load(of_entropy + row)
     for start in range(0, num_tokens, BLOCK):
         inside = start + columns < num_tokens
-        place = logits + row * stride + start + columns
-        x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+        cells = logits + row * stride + start + columns
+        x = tl.load(cells, mask=inside, other=float("-inf")).to(tl.float32)
         logprob = _bounded(x * scale) - own_lse
         factor = -upstream
         if WITH_ENTROPY:
             factor = factor - turned * (logprob + own_entropy)
         gradient = tl.exp(logprob) * factor * scale
-        tl.store(place, gradient.to(logits.dtype.element_ty), mask=inside)
+        tl.store(cells, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit(

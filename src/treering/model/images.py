@@ -58,7 +58,7 @@ class VisionPart:
         if bare.size:
             raise InputError(
                 f"token id {int(forest.tokens[bare[0]])} at packed index {int(bare[0])} is a placeholder of model type "
-                f"{self.family!r} without an image; give images with their places (video and sound are not supported)"
+                f"{self.family!r} without an image; give each image with its position (no video or sound)"
             )
         for number, image in enumerate(forest.images):
             self._check_image(image, f"image {number} of {image.num_tokens} tokens")
@@ -158,7 +158,7 @@ def distinct_images(forests: Sequence[Forest]) -> list[ImageData]:
 
 
 def embedded(embedding: nn.Module, forest: Forest, features: ImageFeatures, device: torch.device) -> dict[str, Any]:
-    """Return the decoder's inputs instead of token ids: embeddings, with image features at their places.
+    """Return the decoder's inputs instead of token ids: embeddings, with image features at their positions.
 
     Includes the features of deeper layers, if the vision part has them.
     """
@@ -245,7 +245,9 @@ def images_of_batch(
     placed = [list(_placed(tokens, vision, left)) for tokens in sequences]
     rest = sum(1 for _ in left)
     if rest:
-        raise InputError(f"pixel_values hold {rest} images more than input_ids have places for; check if rows were cut")
+        raise InputError(
+            f"pixel_values hold {rest} images more than input_ids have placeholders; check if rows were cut"
+        )
     return placed
 
 
@@ -272,15 +274,15 @@ def _check_types(vision: VisionPart, sequences: Sequence[NDArray[np.integer[Any]
 
 
 def _placed(tokens: NDArray[np.integer[Any]], vision: VisionPart, left: Iterator[ImageData]) -> Iterator[PlacedImage]:
-    places = np.flatnonzero(tokens == vision.placeholders[0])
+    positions = np.flatnonzero(tokens == vision.placeholders[0])
     at = 0
-    while at < places.size:
+    while at < positions.size:
         image = next(left, None)
-        if image is None or at + image.num_tokens > places.size:
+        if image is None or at + image.num_tokens > positions.size:
             raise InputError(
-                f"a row has {places.size} image placeholders, which pixel_values do not fill; check if rows were cut"
+                f"a row has {positions.size} image placeholders, which pixel_values do not fill; check if rows were cut"
             )
-        yield PlacedImage(start=int(places[at]), image=image)
+        yield PlacedImage(start=int(positions[at]), image=image)
         at += image.num_tokens
 
 

@@ -60,7 +60,7 @@ class _Batch:
     """Padded batch as a forest."""
 
     forest: Forest
-    places: NDArray[np.int64]
+    indices: NDArray[np.int64]
     """int64 [B, T], packed index of each token, -1 at padding."""
 
 
@@ -194,7 +194,7 @@ class TreePatch:
     def _run_batch(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
         """Return the decoder's output in the shape of the batch."""
         output = self._on_forest(original, batch, kwargs)
-        output["last_hidden_state"] = _spread(output.last_hidden_state[0], batch.places)
+        output["last_hidden_state"] = _spread(output.last_hidden_state[0], batch.indices)
         return output
 
     def _on_forest(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
@@ -225,7 +225,7 @@ class TreePatch:
             output.image_hidden_states = output.image_outputs = output.video_outputs = None
         if getattr(output, "router_logits", None) is not None:
             layers: Any = output.router_logits
-            output["router_logits"] = tuple(_spread(layer, batch.places).flatten(0, 1) for layer in layers)
+            output["router_logits"] = tuple(_spread(layer, batch.indices).flatten(0, 1) for layer in layers)
         self._counts = self._counts.with_call(forest)
         return output
 
@@ -239,7 +239,7 @@ class TreePatch:
         if batch is None:
             return original(*args, **kwargs)
         mask = labels[:, 1:] != IGNORED_LABEL
-        pairs = label_pairs(batch.places, labels, mask)
+        pairs = label_pairs(batch.indices, labels, mask)
         if pairs.rows.numel() == 0:
             return original(*args, **kwargs)
         num_items = kwargs.get("num_items_in_batch")
@@ -285,9 +285,9 @@ class TreePatch:
         images = None
         if self._vision is not None:
             images = images_of_batch(self._vision, split_padded(given[0], given[1], None).sequences, kwargs)
-        forest, places = Forest.from_padded(given[0], given[1], given[2], images)
+        forest, indices = Forest.from_padded(given[0], given[1], given[2], images)
         _check_bounds(kwargs.get("cu_seq_lens_q"), forest)
-        return _Batch(forest=forest, places=places)
+        return _Batch(forest=forest, indices=indices)
 
 
 def patch(
@@ -344,11 +344,11 @@ def _check_labels(labels: Tensor, mask: Any) -> None:
         )
 
 
-def _spread(values: Float[Tensor, "N C"], places: NDArray[np.int64]) -> Float[Tensor, "B T C"]:
+def _spread(values: Float[Tensor, "N C"], indices: NDArray[np.int64]) -> Float[Tensor, "B T C"]:
     """Return values of packed tokens in the shape of the batch, 0 at padding."""
-    at = to_device(places, values.device)
+    at = to_device(indices, values.device)
     back = values.index_select(0, at.clamp(min=0).flatten()).reshape(*at.shape, -1)
-    return back if bool((places >= 0).all()) else back.masked_fill((at < 0).unsqueeze(-1), 0.0)
+    return back if bool((indices >= 0).all()) else back.masked_fill((at < 0).unsqueeze(-1), 0.0)
 
 
 MAX_CPU_LOGITS = 2**23
@@ -368,11 +368,11 @@ class LabelPairs:
     """int64 [L], for each label of the batch in row-major order, the index of its pair."""
 
 
-def label_pairs(places: NDArray[np.int64], labels: Tensor, mask: Tensor) -> LabelPairs:
+def label_pairs(indices: NDArray[np.int64], labels: Tensor, mask: Tensor) -> LabelPairs:
     """Return the distinct pairs of a batch.
 
     Args:
-        places: int64 [B, T], packed index of each token, -1 at padding.
+        indices: int64 [B, T], packed index of each token, -1 at padding.
         labels: int64 [B, T], not shifted.
         mask: bool [B, T - 1], True where a label of `labels[:, 1:]` counts.
 
@@ -382,7 +382,7 @@ def label_pairs(places: NDArray[np.int64], labels: Tensor, mask: Tensor) -> Labe
     Example: two equal rows have the same pairs as one of them.
     """
     wanted = mask.cpu().numpy()
-    rows = places[:, :-1][wanted]
+    rows = indices[:, :-1][wanted]
     if (rows < 0).any():
         raise InputError("a label needs a token before it, and one follows padding; set labels there to -100")
     targets = labels[:, 1:].cpu().numpy()[wanted].astype(np.int64)

@@ -350,7 +350,7 @@ def runs_of(layout: TreeLayout) -> RecurrenceRuns:
 def plan_schedule(layout: TreeLayout, runs: RecurrenceRuns, schedule: RowSchedule) -> RecurrencePlan:
     """Return the index tensors of a schedule."""
     source = np.full(layout.forest.num_tokens, -1)
-    place_in_level, place = _kept_places(schedule)
+    index_in_level, index = _kept_indices(schedule)
     levels: list[tuple[RowCall, ...]] = []
     num_computed = 0
     for level in schedule.levels:
@@ -360,12 +360,12 @@ def plan_schedule(layout: TreeLayout, runs: RecurrenceRuns, schedule: RowSchedul
             tokens, length = _as_array([_tokens(row, runs) for row in rows])
             _put_sources(source, tokens, num_computed)
             num_computed += tokens.size
-            start = [place_in_level[row.above] if row.above >= 0 else int(runs.start[row.runs[0]]) for row in rows]
+            start = [index_in_level[row.above] if row.above >= 0 else int(runs.start[row.runs[0]]) for row in rows]
             kept = [i for i, row in enumerate(rows) if row.keeps]
             calls.append(_call(tokens, length, np.array(start), np.array(kept, np.int64), layout.device))
         levels.append(tuple(calls))
     assert (source >= 0).all(), "a token that no row computes"
-    left = np.array([place[run] for run in np.flatnonzero(runs.is_left).tolist()], np.int64)
+    left = np.array([index[run] for run in np.flatnonzero(runs.is_left).tolist()], np.int64)
     return RecurrencePlan(
         levels=tuple(levels),
         source=to_device(source, layout.device),
@@ -373,7 +373,7 @@ def plan_schedule(layout: TreeLayout, runs: RecurrenceRuns, schedule: RowSchedul
     )
 
 
-def _kept_places(schedule: RowSchedule) -> tuple[dict[int, int], dict[int, int]]:
+def _kept_indices(schedule: RowSchedule) -> tuple[dict[int, int], dict[int, int]]:
     """Return indices of each row's kept state within its level, and of the state after each run among all kept."""
     in_level: dict[int, int] = {}
     overall: dict[int, int] = {}

@@ -398,7 +398,7 @@ def _without_adapter(model: Any) -> nn.Module:
     adapter = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise UnsupportedError(
-            f"PEFT method {type(adapter).__name__} adds virtual tokens, which have no place in a forest; use LoRA"
+            f"PEFT method {type(adapter).__name__} adds virtual tokens, which have no position in a forest; use LoRA"
         )
     tuner = model.base_model
     if isinstance(tuner, nn.Module):
@@ -443,11 +443,11 @@ def check_adapters(model: nn.Module) -> None:
 @cache
 def _unknown_adapter(kind: type) -> tuple[str, ...]:
     """Return the name of an adapter layer that is not in `ADAPTERS`; empty for any other module."""
-    place = kind.__module__.split(".")
+    module = kind.__module__.split(".")
     is_adapter = any(base.__name__ == "BaseTunerLayer" for base in kind.__mro__)
-    if not is_adapter or (place[:2] == ["peft", "tuners"] and place[2] in ADAPTERS):
+    if not is_adapter or (module[:2] == ["peft", "tuners"] and module[2] in ADAPTERS):
         return ()
-    return (f"{place[2]} of PEFT" if place[:2] == ["peft", "tuners"] else kind.__qualname__,)
+    return (f"{module[2]} of PEFT" if module[:2] == ["peft", "tuners"] else kind.__qualname__,)
 
 
 def _check_compiled_elsewhere(model: nn.Module) -> None:

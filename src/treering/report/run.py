@@ -103,7 +103,7 @@ def read_demo(folder: Path) -> Mapping[str, Any]:
 
 def is_training(folder: Path) -> bool:
     """Return whether a process of this machine trains in a run's folder, or in one of a demo's."""
-    return any(is_locked(place / LOCK_FILE) for place in (folder, *(folder / side for side in SIDES)))
+    return any(is_locked(each / LOCK_FILE) for each in (folder, *(folder / side for side in SIDES)))
 
 
 def number(value: object) -> float | None:

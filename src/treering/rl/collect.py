@@ -420,7 +420,7 @@ class Collection:
         )
 
     def _located(self, key: RolloutKey, error: str) -> str:
-        """Add the place of the prompt to an error, because the prompt's id may be a hash."""
+        """Add the location of the prompt to an error, because the prompt's id may be a hash."""
         return error.replace(f"prompt {key[0]!r}, ", f"prompt {self._prompts[key[0]].name}, ", 1)
 
     def _numbers_by_name(self) -> Mapping[str, Sequence[float]]:

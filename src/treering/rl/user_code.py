@@ -107,34 +107,34 @@ def in_copy(call: Callable[[], str], time_limit_s: float) -> str | None:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error of user code as text: its place in the user's code if known, its type and its message.
+    """Return an error of user code as text: its location in the user's code if known, its type and its message.
 
     Example: "rewards.py:7: ValueError: no number".
     """
-    place = place_of(error)
-    return f"{'' if place is None else f'{place}: '}{type(error).__name__}: {_text_of(error)}"
+    location = location_of(error)
+    return f"{'' if location is None else f'{location}: '}{type(error).__name__}: {_text_of(error)}"
 
 
-def place_of(error: BaseException) -> str | None:
+def location_of(error: BaseException) -> str | None:
     """Return the "FILE:LINE" of the user's code that raised, or None if other code did.
 
-    This is the innermost place outside of Treering, Python's library and installed packages.
+    This is the innermost location outside of Treering, Python's library and installed packages.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_short(error.filename)}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OTHERS)]
     if frames:
         return f"{_short(frames[-1].filename)}:{frames[-1].lineno}"
-    return None if error.__cause__ is None else place_of(error.__cause__)
+    return None if error.__cause__ is None else location_of(error.__cause__)
 
 
-def place_of_frame(frame: FrameType) -> str | None:
+def location_of_frame(frame: FrameType) -> str | None:
     """Return the innermost "FILE:LINE" of the user's code that a thread runs, or None."""
     found = [each for each in traceback.extract_stack(frame) if not each.filename.startswith(_OTHERS)]
     return f"{_short(found[-1].filename)}:{found[-1].lineno}" if found else None
 
 
-def place_of_function(function: object) -> str:
+def location_of_function(function: object) -> str:
     """Return the "FILE:LINE" where a function begins, or its name if it is not a Python function.
 
     Example: "rewards.py:3" for a function in the current folder, "len" for `len`.

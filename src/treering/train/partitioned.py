@@ -86,14 +86,14 @@ class PartitionedStep:
         self._keeps = keeps
         self.num_passes = 0
         self.num_recomputed = 0
-        owner, place = np.empty((2, tree.forest.num_tokens), np.int64)
+        owner, local_index = np.empty((2, tree.forest.num_tokens), np.int64)
         for i, partition in enumerate(tree.partitions):
-            owner[partition.tokens], place[partition.tokens] = i, np.arange(partition.tokens.size)
-        self.tables = split_table(table, owner, place, len(tree.partitions))
+            owner[partition.tokens], local_index[partition.tokens] = i, np.arange(partition.tokens.size)
+        self.tables = split_table(table, owner, local_index, len(tree.partitions))
         num_edges = int(table.edges.max(initial=-1)) + 1
-        self.owner_of_edge, self.place_of_edge = np.full((2, num_edges), -1, np.int64)
+        self.owner_of_edge, self.local_edge = np.full((2, num_edges), -1, np.int64)
         for i, part in enumerate(self.tables):
-            self.owner_of_edge[part.edges], self.place_of_edge[part.edges] = i, np.arange(part.edges.size)
+            self.owner_of_edge[part.edges], self.local_edge[part.edges] = i, np.arange(part.edges.size)
         self._positions = rotary_positions(tree.forest)
         self._branches = branches_through(tree.forest)
         self._children = self._needed_children()

@@ -500,7 +500,7 @@ class _Passes:
         losses = []
         if has_entries:
             table = edge_table(forest, selected.wanted(forest))
-            loss_of = self._loss_of(table, table.places(forest)[selected.edges], selected, vectors)
+            loss_of = self._loss_of(table, table.edge_of_token(forest)[selected.edges], selected, vectors)
             if vectors is None and self.objective.scope != "entry":
                 losses.append(loss_of(slice(0, table.edges.size), scorer.scores(hidden, forest, table)))
             else:
@@ -528,7 +528,7 @@ class _Passes:
 
         def loss_of(number: int, table: EdgeTable) -> LossOf:
             own = parts[number]
-            return self._loss_of(table, step.place_of_edge[own.edges], own, vectors)
+            return self._loss_of(table, step.local_edge[own.edges], own, vectors)
 
         step.backward(loss_of, before_last)
         self._num_passes += step.num_passes
@@ -547,27 +547,29 @@ class _Passes:
             return self.scorer
         return replace(self.scorer, targets=self.teacher.targets(unit, selected))
 
-    def _loss_of(self, table: EdgeTable, places: Int64Array, selected: Selection, vectors: EdgeScores | None) -> LossOf:
-        """Return the loss of some edges of a table; `places` [E] are the indices of the selected entries' edges."""
+    def _loss_of(
+        self, table: EdgeTable, indices: Int64Array, selected: Selection, vectors: EdgeScores | None
+    ) -> LossOf:
+        """Return the loss of some edges of a table; `indices` [E] are the indices of the selected entries' edges."""
 
         def loss_of(at: slice, scores: EdgeScores) -> Tensor:
             if vectors is not None:
                 return vector_product(scores, vectors, table.edges[at])
-            inside = (places >= at.start) & (places < at.stop)
-            return self._loss(scores, places[inside] - at.start, selected.only(inside))
+            inside = (indices >= at.start) & (indices < at.stop)
+            return self._loss(scores, indices[inside] - at.start, selected.only(inside))
 
         return loss_of
 
-    def _loss(self, scores: EdgeScores, places: Int64Array, selected: Selection) -> Tensor:
+    def _loss(self, scores: EdgeScores, indices: Int64Array, selected: Selection) -> Tensor:
         """Return the objective's loss of some entries, a scalar, and add it and the metrics to the sums.
 
         Args:
             scores: scores of some edges.
-            places: int64 [E], index in `scores` of each selected entry's edge.
+            indices: int64 [E], index in `scores` of each selected entry's edge.
             selected: E entries: whole branches if the objective's scope is "branch", whole pairs if it is "pair".
         """
         objective, batch = self.objective, self.batch
-        at = to_device(places, scores.logprobs.device)
+        at = to_device(indices, scores.logprobs.device)
         logprobs = scores.logprobs[at]
 
         def on_entries(values: Float64Array) -> Tensor:
@@ -602,9 +604,9 @@ def _local_pairs(batch: FlatBatch, branches: Int64Array, device: torch.device) -
     """Return the pairs whose branches are both in `branches`, as indices into it."""
     if batch.pairs is None:
         return None
-    place = np.full(batch.branch_tree.size, -1, np.int64)
-    place[branches] = np.arange(branches.size)
-    local = place[batch.pairs]
+    local_branch = np.full(batch.branch_tree.size, -1, np.int64)
+    local_branch[branches] = np.arange(branches.size)
+    local = local_branch[batch.pairs]
     return to_device(local[(local >= 0).all(1)], device)
 
 

@@ -143,11 +143,11 @@ def _check_targets(forest: Forest, targets: Sequence[Int64Array], vocab_size: in
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Slots:
-    """Distinct (state, target) pairs of a unit: a table of E edges, and the places of each branch's pairs in it."""
+    """Distinct (state, target) pairs of a unit: a table of E edges, and the indices of each branch's pairs in it."""
 
     table: EdgeTable
     branches: Int64Array
-    places: list[Int64Array]
+    indices: list[Int64Array]
     """Index of each target's pair in the table: one array per branch, in the shape of its targets."""
 
     @classmethod
@@ -158,19 +158,19 @@ class _Slots:
         states = np.repeat(paths.astype(np.int64), np.repeat(per_state, np.diff(offsets)))
         tokens = np.concatenate([each.ravel() for each in own])
         width = int(tokens.max()) + 1
-        pairs, place = np.unique(states * width + tokens, return_inverse=True)
+        pairs, index = np.unique(states * width + tokens, return_inverse=True)
         rows, edge_row = np.unique(pairs // width, return_inverse=True)
         table = EdgeTable(
             rows=rows, edges=np.arange(pairs.size), edge_row=edge_row.astype(np.int64), targets=pairs % width
         )
         ends = np.cumsum([each.size for each in own])[:-1]
-        places = [flat.reshape(each.shape) for flat, each in zip(np.split(place, ends), own, strict=True)]
-        return cls(table=table, branches=unit.branches, places=places)
+        indices = [flat.reshape(each.shape) for flat, each in zip(np.split(index, ends), own, strict=True)]
+        return cls(table=table, branches=unit.branches, indices=indices)
 
     def by_branch(self, logprobs: Tensor) -> list[tuple[int, Tensor]]:
         """Return (index of a sequence, log-probs of its targets) for each sequence."""
-        places = [torch.from_numpy(place).to(logprobs.device) for place in self.places]
-        return [(int(number), logprobs[place]) for number, place in zip(self.branches, places, strict=True)]
+        indices = [torch.from_numpy(index).to(logprobs.device) for index in self.indices]
+        return [(int(number), logprobs[index]) for number, index in zip(self.branches, indices, strict=True)]
 
     def total(self, logprobs: Tensor, loss: LossOfTargets, losses: list[float]) -> Tensor:
         """Return the loss of the unit, and write the loss of each sequence to `losses`."""

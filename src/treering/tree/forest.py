@@ -1,6 +1,6 @@
 """Forest: sequences merged by token identity into prefix trees, with each distinct token stored once.
 
-A packed index is a token's place in the arrays of the forest. A branch is stored as the packed index of its last token;
+A packed index is a token's index in the arrays of the forest. A branch is stored as the packed index of its last token;
 walking up the parents gives its path.
 
 The placeholders of `images[n]` are stored as the negative token -(1 + n), so prefixes merge only if their pixels are
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
-from treering.data.image import ImageData, PlacedImage, check_places
+from treering.data.image import ImageData, PlacedImage, check_image_positions
 from treering.data.routed_experts import NO_ROUTE, as_routes, merge_routes
 from treering.errors import InputError
 from treering.tree import radix
@@ -157,20 +157,20 @@ class Forest:
         `images` holds the images of each sequence, with offsets that do not count padding; see `from_sequences`.
 
         Returns:
-            The forest, and places, int64 [B, T]: the packed index of each token, -1 at padding. `values[places]` gives
-            per-token values of the forest in the shape of the batch; mask out the padding.
+            The forest, and indices, int64 [B, T]: the packed index of each token, -1 at padding. `values[indices]`
+            gives per-token values of the forest in the shape of the batch; mask out the padding.
 
         Raises:
             InputError: a batch that `split_padded` refuses, or an id out of range.
 
         Example:
-            >>> forest, places = Forest.from_padded([[0, 5, 6], [5, 7, 0]], [[0, 1, 1], [1, 1, 0]])
-            >>> forest.num_tokens, places.tolist()
+            >>> forest, indices = Forest.from_padded([[0, 5, 6], [5, 7, 0]], [[0, 1, 1], [1, 1, 0]])
+            >>> forest.num_tokens, indices.tolist()
             (3, [[-1, 0, 1], [0, 2, -1]])
         """
         sequences, real = split_padded(ids, mask, position_ids)
         forest = cls.from_sequences(sequences, images)
-        return forest, places_of(real, forest.paths()[0])
+        return forest, padded_indices(real, forest.paths()[0])
 
     @classmethod
     def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
@@ -420,10 +420,10 @@ class ImageTable:
         """Return a sequence as int32, with -(1 + n) at the placeholders of image n.
 
         Raises:
-            InputError: see `check_places`.
+            InputError: see `check_image_positions`.
         """
         ids = np.array(tokens, np.int32)
-        check_places(placed, ids)
+        check_image_positions(placed, ids)
         for one in placed:
             ids[one.start : one.stop] = -1 - self.add(one.image)
         return ids
@@ -485,11 +485,11 @@ def split_padded(ids: ArrayLike, mask: ArrayLike | None, position_ids: ArrayLike
     return PaddedSequences(sequences=np.split(tokens[real], starts) if rows.size else [], real=real)
 
 
-def places_of(real: BoolArray, indices: Int32Array) -> Int64Array:
-    """Return the packed index of each token, int64 [B, T], -1 at padding; `indices` int32 [F] in row-major order."""
-    places = np.full(real.shape, -1, np.int64)
-    places[real] = indices
-    return places
+def padded_indices(real: BoolArray, paths: Int32Array) -> Int64Array:
+    """Return the packed index of each token, int64 [B, T], -1 at padding; `paths` int32 [F] in row-major order."""
+    indices = np.full(real.shape, -1, np.int64)
+    indices[real] = paths
+    return indices
 
 
 def _check_whole(rows: NDArray[np.int64], columns: NDArray[np.int64], positions: NDArray[Any]) -> None:

@@ -212,8 +212,8 @@ class Losses:
     Attributes:
         num_tokens: distinct tokens.
         num_repeated_tokens: tokens that repeat another branch in runs of at least 16, and are computed again.
-        num_forks: number of places where branches diverge before such repeats.
-        divergences: the costliest of these places, most tokens first.
+        num_forks: number of forks before such repeats.
+        divergences: the costliest of these forks, most tokens first.
     """
 
     num_tokens: int

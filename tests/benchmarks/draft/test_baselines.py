@@ -24,7 +24,7 @@ def with_history(*responses: list[int], rewards: list[float] | None = None, prom
 
 
 @given(texts=TEXTS, context=st.lists(st.integers(1, 3), min_size=1, max_size=8), shortest=st.integers(1, 4))
-def test_the_longest_match_and_all_its_places_are_found(
+def test_the_longest_match_and_all_its_positions_are_found(
     texts: list[list[int]], context: list[int], shortest: int
 ) -> None:
     text = joined([ints(*own) for own in texts])
@@ -35,17 +35,17 @@ def test_the_longest_match_and_all_its_places_are_found(
             found = [at for at in range(length, text.size) if text[at] != -1 and text[at - length : at].tolist() == end]
         if found:
             break
-    length_found, places = occurrences(text, ints(*context), shortest, 5)
-    assert places.tolist() == found
+    length_found, positions = occurrences(text, ints(*context), shortest, 5)
+    assert positions.tolist() == found
     assert length_found == (length if found else 0)
 
 
 @given(texts=TEXTS, most=st.integers(1, 5))
-def test_the_path_follows_the_most_frequent_token_of_the_places_left(texts: list[list[int]], most: int) -> None:
+def test_the_path_follows_the_most_frequent_token_of_the_positions_left(texts: list[list[int]], most: int) -> None:
     text = joined([ints(*own) for own in texts])
-    places = np.flatnonzero(text != -1)
-    path = favourite_path(text, places, np.zeros(text.size), most, 0.0).tolist()
-    left = [text[place:].tolist() for place in places]
+    positions = np.flatnonzero(text != -1)
+    path = favourite_path(text, positions, np.zeros(text.size), most, 0.0).tolist()
+    left = [text[position:].tolist() for position in positions]
     for token in path:
         counts = Counter(own[0] for own in left if own[0] != -1)
         assert counts[token] == max(counts.values())
@@ -53,7 +53,7 @@ def test_the_path_follows_the_most_frequent_token_of_the_places_left(texts: list
     assert len(path) == most or all(own[0] == -1 for own in left)
 
 
-def test_ngram_takes_the_first_place_of_the_longest_end_of_its_own_context() -> None:
+def test_ngram_takes_the_first_position_of_the_longest_end_of_its_own_context() -> None:
     ngram = Ngram()
     assert ngram.propose(ints(1, 2, 3, 1, 2, 4, 1, 2)).tolist() == [3, 1, 2, 4, 1, 2]
     assert ngram.propose(ints(2, 3, 4, 3, 4)).tolist() == [3, 4]

@@ -167,9 +167,9 @@ def edited(tmp_path: Path) -> Path:
     return file
 
 
-def test_why_names_the_rows_the_place_and_the_tokens(edited):
+def test_why_names_the_rows_the_fork_and_the_tokens(edited):
     report = report_of(edited, why=True)
-    assert (report.why.repeated_tokens, report.why.places) == (40, 1)
+    assert (report.why.repeated_tokens, report.why.forks) == (40, 1)
     assert report.why.repeated_share == pytest.approx(40 / report.unique_tokens)
     [cause] = report.why.causes
     assert (cause.row, cause.other_row, cause.same_task, cause.position) == (3, 1, True, 1)
@@ -184,7 +184,7 @@ def test_why_is_json_and_a_table_and_is_left_out_unasked(edited, capsys, monkeyp
     assert file["why"]["causes"][0]["row"] == 3
     run(InspectOptions(files=[edited], why=True))
     out = capsys.readouterr().out
-    assert "40 unique tokens (45%) repeat another trajectory; the costliest of 1 place where" in " ".join(out.split())
+    assert "40 unique tokens (45%) repeat another trajectory; the costliest of 1 fork where" in " ".join(out.split())
     assert ["3", "1", "1", "3", "2", "1", "40", "45.5%", "+0"] in [line.split() for line in out.splitlines()]
     run(InspectOptions(files=[edited]))
     assert "repeat another trajectory" not in capsys.readouterr().out
@@ -206,7 +206,7 @@ def test_why_reads_tokens_and_never_reads_them_as_markup(tmp_path, real_data, ca
     assert "noon" in line
 
 
-def test_why_counts_places_that_read_the_same_in_one_row(tmp_path):
+def test_why_counts_forks_that_read_the_same_in_one_row(tmp_path):
     rows = []
     for task in range(4):
         run_of_equal = list(range(1000 * (task + 1), 1000 * (task + 1) + 40 + task))
@@ -214,7 +214,7 @@ def test_why_counts_places_that_read_the_same_in_one_row(tmp_path):
     file = tmp_path / "set.jsonl"
     write_trajectories(file, [trajectory(task, tokens, [1] * len(tokens)) for task, tokens in rows])
     [cause] = report_of(file, why=True).why.causes
-    assert (cause.places, cause.tokens, cause.row) == (4, 40 + 41 + 42 + 43, 8)
+    assert (cause.forks, cause.tokens, cause.row) == (4, 40 + 41 + 42 + 43, 8)
 
 
 def test_routed_experts_say_how_much_sharing_they_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,8 +63,8 @@ def test_images_their_tokens_and_the_tower_are_counted(call, capsys, file, folde
     assert turns["flat_tokens"] == found["flat_tokens"] - 3
     # The first two rows share their prompts; the third leaves them at its second image.
     rows = Renderer(tokenizer=folder).render(read_trajectories(file))
-    prompt, place = rows[0].num_prompt_tokens, rows[0].images[1].start
-    computed = found["flat_tokens"] - 3 * prompt + 2 * prompt - place
+    prompt, start = rows[0].num_prompt_tokens, rows[0].images[1].start
+    computed = found["flat_tokens"] - 3 * prompt + 2 * prompt - start
     assert found["prompt_only_bound"] == pytest.approx(found["flat_tokens"] / computed)
     seeing = shutil.copytree(folder, tmp_path / "seeing")
     build("qwen2_5_vl").config.save_pretrained(seeing)

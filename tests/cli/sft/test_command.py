@@ -96,8 +96,8 @@ def test_files_are_looked_up_next_to_the_configuration_then_here_then_in_the_dat
     folder: Path, sft: Call
 ) -> None:
     path = config(folder, 'files = ["set.jsonl"]')
-    for place, num_tasks in (("data", 3), ("", 2), ("conf", 1)):
-        write_set(folder / place / "set.jsonl", *[[1, 2, 3, i] for i in range(2 * num_tasks)])
+    for name, num_tasks in (("data", 3), ("", 2), ("conf", 1)):
+        write_set(folder / name / "set.jsonl", *[[1, 2, 3, i] for i in range(2 * num_tasks)])
         summary, _ = sft(path, f"run.dir=out{num_tasks}")
         assert (summary["data"], summary["num_tasks"]) == ("files", num_tasks)
 

@@ -33,12 +33,12 @@ def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(
     folder: Path,
     sft: Call,
 ) -> None:
-    place = save_tokenizer(folder / "teacher", ["a", "b", "c"])
-    build("llama").save_pretrained(place)
+    saved = save_tokenizer(folder / "teacher", ["a", "b", "c"])
+    build("llama").save_pretrained(saved)
     model = ModelConfig(device="cpu", dtype="bfloat16")
-    assert load_teacher(place, model, tokenizer=save_tokenizer(folder / "same", ["a", "b", "c"])).dtype.itemsize == 2
+    assert load_teacher(saved, model, tokenizer=save_tokenizer(folder / "same", ["a", "b", "c"])).dtype.itemsize == 2
     with pytest.raises(InputError, match=r"token 'b' is 1 in .* and 2 in .*2 differ"):
-        load_teacher(place, model, tokenizer=save_tokenizer(folder / "other", ["a", "c", "b"]))
+        load_teacher(saved, model, tokenizer=save_tokenizer(folder / "other", ["a", "c", "b"]))
     with pytest.raises(InputError, match=r"^teacher\.path must be the folder"):
         load_teacher(folder / "none", model, tokenizer=None)
     write_set(folder / "set.jsonl", [1, 2, 3], [1, 2, 4])

@@ -241,8 +241,8 @@ def test_a_reward_that_raises_on_its_trial_ends_the_run_before_the_model_is_made
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("treering.cli.train.make_model", lambda *_: pytest.fail("made"))
-    place = rf"test_command\.py:{misspelt.__code__.co_firstlineno + 1}: NameError: name 'lenght'"
-    with pytest.raises(InputError, match=rf"raised .*{place}.*\(prompt 'yes-0' \(p.jsonl:1\), text 'yes'\)"):
+    message = rf"test_command\.py:{misspelt.__code__.co_firstlineno + 1}: NameError: name 'lenght'"
+    with pytest.raises(InputError, match=rf"raised .*{message}.*\(prompt 'yes-0' \(p.jsonl:1\), text 'yes'\)"):
         run(config_path=prompts(folder, "tests_rewards:misspelt"), overrides=["run.dir=out"], json_output=True)
     assert not (folder / "out" / "metrics.jsonl").exists()
 

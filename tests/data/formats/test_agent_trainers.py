@@ -126,6 +126,6 @@ def test_token_ids_of_rllm_are_read_where_each_step_has_them(tmp_path):
         ({**RLLM, "trajectories": [{"steps": [{"chat_completions": [BASEL, ASKED]}]}]}, "must end with the policy"),
     ],
 )
-def test_an_ambiguous_record_is_refused_with_its_place(tmp_path, record, rule):
+def test_an_ambiguous_record_is_refused_with_its_location(tmp_path, record, rule):
     with pytest.raises(InputError, match=rf"set\.jsonl:1: .*{rule}"):
         read(tmp_path, record)

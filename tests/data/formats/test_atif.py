@@ -80,7 +80,7 @@ def test_token_ids_are_read_where_each_sampled_step_has_them(tmp_path):
     assert text.tokens is None
 
 
-def test_a_step_that_cannot_be_read_is_refused_with_its_place(tmp_path):
+def test_a_step_that_cannot_be_read_is_refused_with_its_location(tmp_path):
     with pytest.raises(
         InputError, match=r"set\.jsonl:1: steps\[0\] must be an object with source, one of system, user"
     ):

@@ -54,7 +54,7 @@ def test_an_object_over_many_lines_is_one_record(tmp_path):
         ("{}".encode("utf-16"), "a text in UTF-16; convert it to UTF-8"),
     ],
 )
-def test_invalid_json_is_refused_with_its_place(tmp_path, content, message):
+def test_invalid_json_is_refused_with_its_location(tmp_path, content, message):
     file = tmp_path / "set.json"
     file.write_bytes(content)
     with pytest.raises(InputError, match=message):

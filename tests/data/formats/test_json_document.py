@@ -15,9 +15,9 @@ VALUES = (1, -2.5e3, 12345678901, 'aä😀\n"', "", "\ud800", True, None, [], {}
 
 
 def damaged(text: bytes, random: Random) -> bytes:
-    place = random.randrange(1, len(text))
+    cut = random.randrange(1, len(text))
     other = random.choice([b"", *(b"%c" % each for each in b'[]{},:"\\ 0\n')])
-    return random.choice([text, text[:place], text[:place] + other + text[place + random.randrange(2) :]])
+    return random.choice([text, text[:cut], text[:cut] + other + text[cut + random.randrange(2) :]])
 
 
 def read_whole(text: bytes) -> list[object] | tuple[str, int, int]:

@@ -123,6 +123,6 @@ def test_messages_of_a_run_are_of_its_instance_and_an_empty_run_is_left_out(tmp_
     assert (len(found), notes) == (1, ["nothing was sampled, so these are left out (1 of 2 records)"])
 
 
-def test_an_event_without_a_kind_is_refused_with_its_place(tmp_path):
+def test_an_event_without_a_kind_is_refused_with_its_location(tmp_path):
     with pytest.raises(InputError, match=r"set\.jsonl:1: history\[1\] is an event with action, observation or kind"):
         read(tmp_path, run(TASK, {"id": 2}))

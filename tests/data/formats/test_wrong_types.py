@@ -47,18 +47,18 @@ FURTHER = {
 WRONG = (None, "", "x", 0, -1, 1.5, 10**400, True, [], [None], [[]], {}, {"a": None}, b"x", float("nan"))
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inner:
         yield (*path, key)
-        yield from places(one, (*path, key))
+        yield from paths(one, (*path, key))
 
 
 @pytest.mark.filterwarnings("ignore::treering.errors.DataWarning")
 @pytest.mark.parametrize("name", [*RECORDS, *FURTHER])
 def test_a_value_of_any_type_is_read_or_refused_by_name(name: str) -> None:
     record = {**RECORDS, **FURTHER}[name]
-    for *path, last in places(record):
+    for *path, last in paths(record):
         for wrong in WRONG:
             changed = at = copy.deepcopy(record)
             for key in path:

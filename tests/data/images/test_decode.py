@@ -1,4 +1,4 @@
-"""The processor sees odd files as a viewer shows them, or they are refused with the place of their record."""
+"""The processor sees odd files as a viewer shows them, or they are refused with the location of their record."""
 
 import warnings
 
@@ -39,7 +39,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_that_would_be_seen_otherwise_is_refused_with_its_place(name):
+def test_a_file_that_would_be_seen_otherwise_is_refused_with_its_location(name):
     content, rule = REFUSED[name]
     with pytest.raises(InputError, match=rule) as caught:
         decoded(source(content))
@@ -84,6 +84,6 @@ def test_modes_are_seen_as_the_processor_makes_rgb_of_them(qwen_dir):
         assert seen(qwen_dir, as_bytes(given, kind)).digest == seen(qwen_dir, as_bytes(shown)).digest
 
 
-def test_what_the_processor_refuses_is_refused_with_its_place(qwen_dir):
+def test_what_the_processor_refuses_is_refused_with_its_location(qwen_dir):
     with pytest.raises(InputError, match=rf"{WHERE[:11]}.*processor refuses"):
         seen(qwen_dir, as_bytes(Image.new("RGB", (600, 2))))

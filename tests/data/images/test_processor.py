@@ -23,8 +23,8 @@ from treering.errors import ConfigError, InputError
 CONTENTS = [as_bytes(image(0)), as_bytes(image(1, (56, 112)), "JPEG"), as_bytes(image(0)), as_bytes(image(2))]
 
 
-def asked(text: str, *places: tuple[int, bytes], role: str = "user") -> Message:
-    images = tuple(MessageImage(at=at, source=ImageSource(content=content)) for at, content in places)
+def asked(text: str, *positions: tuple[int, bytes], role: str = "user") -> Message:
+    images = tuple(MessageImage(at=at, source=ImageSource(content=content)) for at, content in positions)
     return Message(role=role, content=text, images=images)
 
 

@@ -64,8 +64,8 @@ def test_each_form_of_a_part_is_its_image_at_its_place(folder, name):
 
 
 def test_columns_fill_the_parts_in_order(folder):
-    place = {"type": "image"}
-    talk = [user(place, TEXT), {"role": "assistant", "content": "a"}, user(TEXT, place), SAID]
+    part = {"type": "image"}
+    talk = [user(part, TEXT), {"role": "assistant", "content": "a"}, user(TEXT, part), SAID]
     images = [{"bytes": list(RED)[:0] and None, "path": "shots/a b.png"}, as_uri(BLUE)]
     (one,) = read(folder, {"task_id": 1, "messages": talk, "images": images})
     assert images_of(one) == [(0, 0, RED), (2, 6, BLUE)]
@@ -161,18 +161,21 @@ REFUSED = {
     "video": ({"messages": [user({"type": "video", "video": "a.mp4"}), SAID], "task_id": 1}, "of type 'video'"),
     "sound": ({"messages": [user({"type": "input_audio"}), SAID], "task_id": 1}, "of type 'input_audio'"),
     "videos": ({"messages": [user(TEXT), SAID], "task_id": 1, "videos": ["a.mp4"]}, "videos changes what is trained"),
-    "few": ({"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": []}, "got 0 images and 1 place;"),
+    "few": (
+        {"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": []},
+        "got 0 images and 1 placeholder;",
+    ),
     "many": (
         {"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": ["a.png", "b.png"]},
-        "got 2 images and 1 place;",
+        "got 2 images and 1 placeholder;",
     ),
     "tag_too_many": (
         {"messages": [user_text("<image><image>"), SAID], "task_id": 1, "images": ["a.png"]},
-        "got 1 image and 2 places;",
+        "got 1 image and 2 placeholders;",
     ),
     "tag_too_few": (
         {"prompt": [user_text("<image>")], "completion": [SAID], "task_id": 1, "images": ["a.png", "b.png"]},
-        "got 2 images and 1 place;",
+        "got 2 images and 1 placeholder;",
     ),
     "tag_in_the_answer_only": (
         {"messages": [user_text("Draw."), {**SAID, "content": "Here: <image>"}], "task_id": 1, "images": ["a.png"]},
@@ -180,7 +183,7 @@ REFUSED = {
     ),
     "tag_beside_a_image_of_a_part": (
         {"messages": [user({"type": "image", "image": "a.png"}, "<image> Where?"), SAID], "task_id": 1},
-        "got 0 images and 1 place;",
+        "got 0 images and 1 placeholder;",
     ),
     "numbered_tag": (
         {"messages": [user_text("<|image_1|>\nWhere?"), SAID], "task_id": 1, "images": ["a.png"]},

@@ -1,4 +1,4 @@
-"""What the templates of model families do to contents, calls and their places."""
+"""What the templates of model families do to contents, calls and their positions."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
@@ -94,16 +94,16 @@ def test_a_template_that_wants_parts_gets_parts(tokenizer_dir, tmp_path):
     assert shown(folder, *chat) == [("<system><end><user>1<end><assistant>one<end>", "one<end>")]
 
 
-@pytest.mark.parametrize("place", [1, 2], ids=["before", "after the last turn"])
-def test_a_role_that_says_the_same_as_a_dropped_text_does_not_stand_for_it(tokenizer_dir, tmp_path, place):
+@pytest.mark.parametrize("index", [1, 2], ids=["before", "after the last turn"])
+def test_a_role_that_says_the_same_as_a_dropped_text_does_not_stand_for_it(tokenizer_dir, tmp_path, index):
     folder = with_template(
         tokenizer_dir,
         tmp_path,
         "{% for m in messages %}<{{ m.role }}>{{ m.content if m.role != 'note' }}{% endfor %}",
     )
     chat = [said("user", "1"), said("assistant", "one")]
-    chat.insert(place, said("note", "note"))
-    with pytest.raises(InputError, match=rf"the text 'note' in messages\[{place}\]"):
+    chat.insert(index, said("note", "note"))
+    with pytest.raises(InputError, match=rf"the text 'note' in messages\[{index}\]"):
         shown(folder, *chat)
 
 

@@ -49,8 +49,8 @@ def compile_kernel(
 ) -> Any:
     types = {name: _type_of(name, dtype, constants, other) for name in kernel.arg_names}
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
         if name.endswith("_ptr") or name == "num_slots"
     }
     source = ASTSource(kernel, types, constants, aligned)

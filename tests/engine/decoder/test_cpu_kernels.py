@@ -192,8 +192,8 @@ class Case:
         keys = np.full((NUM_KV_HEADS, self.head_size, NUM_SLOTS), np.nan, dtype)
         values = np.full((NUM_KV_HEADS, NUM_SLOTS, self.head_size), np.nan, dtype)
         angles, eps = (self.cos, self.sin), np.array([EPS], dtype)
-        places = self.positions[tokens], self.slots[tokens]
-        write_keys(qkv, self.q_norm, self.k_norm, eps, *angles, *places, keys, values)
+        where = self.positions[tokens], self.slots[tokens]
+        write_keys(qkv, self.q_norm, self.k_norm, eps, *angles, *where, keys, values)
         return qkv.reshape(len(tokens), -1, self.head_size), keys, values
 
     def expected(self) -> NDArray[np.longdouble]:

@@ -112,8 +112,8 @@ def test_pages_never_hold_another_prompts_values_and_are_never_lost(operations: 
 def compute(
     pages: PageAllocator, slots: dict, taken: list[int], tokens: np.ndarray, num_tokens: int, version: int
 ) -> None:
-    for place in range(pages.num_computed(taken), num_tokens):
-        slots[taken[place // PAGE_SLOTS], place % PAGE_SLOTS] = (tokens[: place + 1].tobytes(), version)
+    for index in range(pages.num_computed(taken), num_tokens):
+        slots[taken[index // PAGE_SLOTS], index % PAGE_SLOTS] = (tokens[: index + 1].tobytes(), version)
     pages.set_computed(taken, num_tokens)
 
 
@@ -122,14 +122,14 @@ def check(pages: PageAllocator, slots: dict, spans: list[tuple[list[int], np.nda
     assert pages.num_free == NUM_PAGES - len(read)
     readers: dict[int, list[np.ndarray | None]] = {}
     for taken, tokens in spans:
-        for place, page in enumerate(taken):
-            readers.setdefault(page, []).append(None if tokens is None else tokens[: (place + 1) * PAGE_SLOTS])
+        for index, page in enumerate(taken):
+            readers.setdefault(page, []).append(None if tokens is None else tokens[: (index + 1) * PAGE_SLOTS])
         if tokens is None:
             assert pages.num_computed(taken) == 0
             continue
-        for place in range(pages.num_computed(taken)):
-            slot = taken[place // PAGE_SLOTS], place % PAGE_SLOTS
-            assert slots[slot] == (tokens[: place + 1].tobytes(), version)
+        for index in range(pages.num_computed(taken)):
+            slot = taken[index // PAGE_SLOTS], index % PAGE_SLOTS
+            assert slots[slot] == (tokens[: index + 1].tobytes(), version)
     for beginnings in readers.values():
         if len(beginnings) > 1:
             assert all(other is not None and np.array_equal(beginnings[0], other) for other in beginnings)

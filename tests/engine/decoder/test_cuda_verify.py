@@ -163,10 +163,10 @@ def test_duplicate_rows_sample_from_their_leaders_logits_with_their_own_noise() 
     inputs = StepInputs(of_sequence(np.arange(len(logits))), rows, leaders, first, NOTHING)
     # Give each row its own logits and drafts instead.
     apart = drafts_of([trees[leader] for leader in leaders], 3)
-    places = np.concatenate(
+    indices = np.concatenate(
         [np.arange(at, at + 1 + len(trees[leader][0])) for at, leader in zip(first, leaders, strict=True)]
     )
-    expected = sample_and_verify(logits[places], inputs_of([*rows], apart), columns, apart)
+    expected = sample_and_verify(logits[indices], inputs_of([*rows], apart), columns, apart)
     assert len({tuple(line) for line in expected.path[leaders == 0].tolist()}) > 1
     assert_same(sample_and_verify(logits, inputs, columns, drafts), expected)
     assert_same(verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts), expected)

@@ -154,7 +154,7 @@ def sizes_of(drafter: Drafter, rows: list[Row], num_steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 150])
-def test_one_row_of_65_that_have_places_and_no_draft_gets_a_token(num_rows: int) -> None:
+def test_one_row_of_65_that_have_matches_and_no_draft_gets_a_token(num_rows: int) -> None:
     sizes = sizes_of(hopeless_drafter(), [KNOWN] * num_rows, 1 + 500 // num_rows)
     expected = ([0] * ROWS_PER_PROBE + [1]) * len(sizes)
     assert sizes == expected[: len(sizes)]
@@ -180,7 +180,7 @@ def test_the_likeliest_of_several_tokens_is_tried_in_any_order(rare_first: bool)
     assert drafter.propose(draft_rows([KNOWN])).tokens.tolist() == [2]
 
 
-def test_rows_without_places_do_not_count_and_get_nothing() -> None:
+def test_rows_without_matches_do_not_count_and_get_nothing() -> None:
     drafter = hopeless_drafter()
     assert sum(sizes_of(drafter, [KNOWN], 10)) == 0
     assert sum(sizes_of(drafter, [UNKNOWN], 300)) == 0

@@ -140,7 +140,7 @@ def endless_index(num_entries: int) -> PromptIndex:
         (lambda: Arena().slots("qp", {p: endless_index(2**30) for p in "qp"}), "fewer prompts at a time"),
     ],
 )
-def test_more_entries_than_their_places_can_count_are_refused_before_room_is_made(
+def test_more_entries_than_their_positions_can_count_are_refused_before_room_is_made(
     make: Callable[[], object], message: str
 ) -> None:
     with pytest.raises(InputError, match=rf"at most 2147483647 entries, got 21474836\d\d; .*{message}"):

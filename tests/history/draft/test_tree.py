@@ -46,8 +46,8 @@ def count(texts: Any, matches: Any, workspace: Any, begin: int, end: int, depth:
 
 def stretched(part: float) -> float:
     """Return the value of a lookup table with 1,024 entries."""
-    place = int(part * (1024 - 0.01))
-    return float(stretch.py_func((place + 0.5) / 1024))
+    index = int(part * (1024 - 0.01))
+    return float(stretch.py_func((index + 0.5) / 1024))
 
 
 def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray]:
@@ -60,13 +60,13 @@ def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray]:
         matches[field] = rng.integers(0, end, NUM_MATCHES)
     matches["length"][rng.integers(NUM_MATCHES)] = 60
     matches["weight"] = rng.random(NUM_MATCHES) + 0.1
-    for place, token in zip(matches, tokens, strict=True):
-        texts[place["text"]][place["at"] + DEPTH] = token
+    for match, token in zip(matches, tokens, strict=True):
+        texts[match["text"]][match["at"] + DEPTH] = token
     return texts, matches
 
 
 def workspace_of_all() -> Workspace:
-    """Return a workspace whose members are all places, preceded by places of other nodes."""
+    """Return a workspace whose members are all matches, preceded by matches of other nodes."""
     workspace = WORKSPACE.new()
     workspace.members[:BEGIN] = -1
     workspace.members[BEGIN:END] = np.arange(NUM_MATCHES)
@@ -76,11 +76,11 @@ def workspace_of_all() -> Workspace:
 def expected(matches: np.ndarray, tokens: list[int]) -> dict[int, dict[str, Any]]:
     """Compute the candidates by their tokens from the definition."""
     found: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    for j, (place, token) in enumerate(zip(matches, tokens, strict=True)):
-        bucket = sum(place["length"] + DEPTH > last for last in LASTS)
-        factor = LENGTH_FACTORS[place["source"] * NUM_LENGTHS + bucket]
+    for j, (match, token) in enumerate(zip(matches, tokens, strict=True)):
+        bucket = sum(match["length"] + DEPTH > last for last in LASTS)
+        factor = LENGTH_FACTORS[match["source"] * NUM_LENGTHS + bucket]
         if token != MARKER:
-            found[token].append((j, place["weight"] * factor))
+            found[token].append((j, match["weight"] * factor))
     return {
         token: {
             "token": token,
@@ -119,7 +119,7 @@ def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end:
         assert own[-1] == pytest.approx(stretched((item["num_longest"] + 0.1) / (num_longest + 0.4)))
 
 
-def test_a_node_without_places_has_no_candidates() -> None:
+def test_a_node_without_matches_has_no_candidates() -> None:
     texts, matches = node_of(0, [5] * NUM_MATCHES)
     assert count(texts, matches, workspace_of_all(), BEGIN, BEGIN, DEPTH, 0)[:3] == (0, 0.0, 0)
 
@@ -140,7 +140,7 @@ def written(output: Any, at: int, workspace: Any, num_nodes: int) -> None:
     write_row(output, at, workspace, num_nodes)
 
 
-def some_places(rng: np.random.Generator, num_tokens: int, num_matches: int) -> tuple[Texts, np.ndarray]:
+def some_matches(rng: np.random.Generator, num_tokens: int, num_matches: int) -> tuple[Texts, np.ndarray]:
     """Return random texts of `num_tokens` distinct tokens, and matches in them."""
     texts = Texts(*(rng.integers(0, num_tokens, SIZE).astype(np.int32) for _ in range(3)))
     for text in texts:
@@ -156,8 +156,8 @@ def some_places(rng: np.random.Generator, num_tokens: int, num_matches: int) -> 
 
 
 def behind(texts: Texts, matches: np.ndarray, path: list[int]) -> list[int]:
-    """Return the indices of the places whose texts continue with `path`."""
-    return [k for k, place in enumerate(matches) if texts[place["text"]][place["at"] :][: len(path)].tolist() == path]
+    """Return the indices of the matches whose texts continue with `path`."""
+    return [k for k, match in enumerate(matches) if texts[match["text"]][match["at"] :][: len(path)].tolist() == path]
 
 
 def path_of(workspace: Workspace, index: int) -> list[int]:
@@ -174,11 +174,11 @@ def path_of(workspace: Workspace, index: int) -> list[int]:
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 30])
 @pytest.mark.parametrize("least", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("draw", range(4))
-def test_a_nodes_places_are_those_that_continue_with_its_path(
+def test_a_nodes_matches_are_those_that_continue_with_its_path(
     draw: int, least: float, num_tokens: int, is_chain: bool
 ) -> None:
     rng = np.random.default_rng((draw, num_tokens))
-    texts, matches = some_places(rng, num_tokens, [1, 7, 20, 64][draw])
+    texts, matches = some_matches(rng, num_tokens, [1, 7, 20, 64][draw])
     model = Model(WEIGHTS, is_chain)
     workspace = WORKSPACE.new()
     workspace.nodes["parent"] = NONE
@@ -219,7 +219,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
 
 @pytest.mark.parametrize("draw", range(4))
 def test_each_node_is_written_after_its_parent(draw: int) -> None:
-    texts, matches = some_places(np.random.default_rng(draw), 3, 20)
+    texts, matches = some_matches(np.random.default_rng(draw), 3, 20)
     model = Model(WEIGHTS, False)
     workspace, at, size = WORKSPACE.new(), 7, 7 + MOST + 1
     num_nodes = grown(texts, matches, workspace, matches.size, model, Row(0, 5, 6, MOST, 0.01, 0.0))

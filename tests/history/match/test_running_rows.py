@@ -109,7 +109,7 @@ def test_rows_of_the_same_line_without_ids_start_over_unless_tokens_continue() -
     assert drafted(drafter.propose(draft_rows([Row(rollout=(10, 11))]))) == [[]]
 
 
-def test_a_row_that_starts_over_hides_no_siblings_place() -> None:
+def test_a_row_that_starts_over_hides_no_siblings_match() -> None:
     drafter = drafter_of("siblings")
     drafter.propose(draft_rows([Row(rollout=(7, 20)), Row(rollout=(7, 30)), Row(rollout=(5,))]))
     # The second row starts over and writes its 7 where the newest 7 already stands.

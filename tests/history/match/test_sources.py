@@ -82,7 +82,7 @@ def test_one_token_after_an_edit_the_old_trajectory_continues(edit: str, num_rol
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_the_aligned_place_wins_over_more_places_of_the_same_token(edit: str) -> None:
+def test_the_aligned_match_wins_over_more_matches_of_the_same_token(edit: str) -> None:
     rollout, at = EDITS[edit]
     # The token after the edit occurs in six more matches, each with another continuation.
     elsewhere = [[1000 + k, 1100 + k, OLD[at], 1200 + k, 1300 + k] for k in range(6)]
@@ -129,7 +129,7 @@ def test_running_rows_of_other_groups_add_no_source() -> None:
     assert drafted(drafts)[1] == []
 
 
-def test_the_newest_four_places_count() -> None:
+def test_the_newest_four_matches_count() -> None:
     queries = [Row(rollout=(7, 8, 9, 20 + k), group=k) for k in range(6)]
     row = Row(prompt_id="p", rollout=(7, 8, 9), group=9)
     drafts = drafter_of("others").propose(draft_rows([*queries, row]))

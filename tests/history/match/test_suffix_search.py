@@ -58,7 +58,7 @@ def measured(text: np.ndarray, at: int, context: np.ndarray, begin: int) -> tupl
 
 
 def read_backwards(text: np.ndarray, at: int) -> list[int]:
-    """Read a place's entries back to its marker, at most as far as places are sorted."""
+    """Read a position's entries back to its marker, at most as far as positions are sorted."""
     entries = []
     while len(entries) <= MAX_LENGTH:
         entries.append(int(text[at]))
@@ -69,7 +69,7 @@ def read_backwards(text: np.ndarray, at: int) -> list[int]:
 
 
 def counted(text: np.ndarray, context: list[int]) -> int:
-    """Count the places that sort before the context."""
+    """Count the positions that sort before the context."""
     wanted = read_backwards(np.array([-1, *context]), len(context))
     return sum(read_backwards(text, at) < wanted for at in range(text.size))
 
@@ -82,7 +82,7 @@ def counted(text: np.ndarray, context: list[int]) -> int:
         min_size=1, max_size=2 * MAX_QUERIES + 1,
     ),
 )  # fmt: skip
-def test_searches_side_by_side_find_how_many_places_stand_before_each_context(
+def test_searches_side_by_side_find_how_many_positions_stand_before_each_context(
     histories: list[list[list[int]]], rows: list[tuple[list[int], list[int], int]]
 ) -> None:
     texts = [as_text([np.array(rollout, np.int32) for rollout in rollouts]) for rollouts in histories]
@@ -130,7 +130,7 @@ def test_a_match_is_measured_back_to_the_beginning_and_across_one_edit() -> None
 
 @settings(max_examples=150, deadline=None)
 @given(rollouts=ROLLOUTS, context=st.lists(TOKENS, min_size=1, max_size=12))
-def test_a_place_is_measured_only_within_its_rollout(rollouts: list[list[int]], context: list[int]) -> None:
+def test_a_match_is_measured_only_within_its_rollout(rollouts: list[list[int]], context: list[int]) -> None:
     row = np.array(context, np.int32)
     text = as_text([np.array(rollout, np.int32) for rollout in rollouts])
     start = 0

@@ -72,14 +72,14 @@ def damage(folder: Path, earlier: Path, data: st.DataObject, *, in_place: bool) 
     file, other = (data.draw(st.sampled_from(files), label=label) for label in ("file", "other"))
     kind = data.draw(st.sampled_from(["cut", "flip", "append", "remove", "swap", "copy", "old", "foreign", "folder"]))
     content = file.read_bytes()
-    place = data.draw(st.integers(0, max(len(content) - 1, 0)), label="place")
+    offset = data.draw(st.integers(0, max(len(content) - 1, 0)), label="offset")
     if kind == "cut":
-        put(file, content[:place], in_place)
+        put(file, content[:offset], in_place)
     elif kind == "flip" and content:
         bit = 1 << data.draw(st.integers(0, 7), label="bit")
-        put(file, content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :], in_place)
+        put(file, content[:offset] + bytes([content[offset] ^ bit]) + content[offset + 1 :], in_place)
     elif kind == "append":
-        put(file, content + content[:place], in_place)
+        put(file, content + content[:offset], in_place)
     elif kind == "remove":
         file.unlink()
     elif kind == "swap":

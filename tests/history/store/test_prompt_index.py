@@ -21,21 +21,23 @@ def text_of(rollouts: list[list[int]]) -> np.ndarray:
     return as_text([np.array(rollout, np.int32) for rollout in rollouts])
 
 
-def sorted_places(rollouts: list[list[int]], depth: int = SORT_DEPTH) -> list[int]:
-    """Sort places by their entry and the earlier ones of the same rollout, nearest first, then by place."""
+def sorted_positions(rollouts: list[list[int]], depth: int = SORT_DEPTH) -> list[int]:
+    """Sort positions by their entry and the earlier ones of the same rollout, nearest first, then by position."""
     keys = []
     for rollout in rollouts:
         entries = [MARKER, *rollout]
         keys += [entries[: i + 1][::-1][:depth] for i in range(len(entries))]
-    return sorted(range(len(keys)), key=lambda place: (keys[place], place))
+    return sorted(range(len(keys)), key=lambda position: (keys[position], position))
 
 
 @given(VERSIONS)
-def test_places_are_sorted_by_their_contexts_read_backwards_then_by_place(versions: dict[int, list[list[int]]]) -> None:
+def test_positions_are_sorted_by_their_contexts_read_backwards_then_by_index(
+    versions: dict[int, list[list[int]]],
+) -> None:
     newest_first = [rollout for version in sorted(versions, reverse=True) for rollout in versions[version]]
     index = build(versions)
     assert index.text.tolist() == [entry for rollout in newest_first for entry in (MARKER, *rollout)]
-    assert index.order.tolist() == sorted_places(newest_first)
+    assert index.order.tolist() == sorted_positions(newest_first)
     assert index.order.dtype == index.text.dtype == np.int32
 
 
@@ -45,14 +47,14 @@ def test_places_are_sorted_by_their_contexts_read_backwards_then_by_place(versio
         [[7]],
         [[7], [7], [7]],
         [[2**31 - 1, 0, 2**31 - 1]],
-        [[7] * 200, [7] * 150 + [3]],  # contexts equal to the sorting depth are ordered by place
-        [[3, *range(100, 163), 8], [2, *range(100, 163), 8]],  # differ only in the 65th entry: ordered by place
+        [[7] * 200, [7] * 150 + [3]],  # contexts equal to the sorting depth are ordered by position
+        [[3, *range(100, 163), 8], [2, *range(100, 163), 8]],  # differ only in the 65th entry: ordered by position
         [[3, *range(100, 162), 8], [2, *range(100, 162), 8]],  # differ in the 64th entry: ordered by it
         [[1, 2] * 40, [2, 1] * 40, [1, 1, 2] * 30],
     ],
 )
 def test_awkward_texts_are_sorted_as_far_as_promised(rollouts: list[list[int]]) -> None:
-    assert build({0: rollouts}).order.tolist() == sorted_places(rollouts)
+    assert build({0: rollouts}).order.tolist() == sorted_positions(rollouts)
 
 
 @given(VERSIONS)

@@ -203,7 +203,7 @@ def test_the_store_keeps_what_a_search_through_all_of_it_keeps(adds: list[Any], 
         assert store.num_bytes == num_bytes_of(model)
 
 
-def test_a_prompt_that_comes_back_has_lost_its_old_place() -> None:
+def test_a_prompt_that_comes_back_has_lost_its_old_rank() -> None:
     """In bytes, a takes 40, then 56 with two rollouts; b takes 176 and c 40."""
     store = HistoryStore(max_bytes=230)
     for prompt, num_tokens in (("a", 1), ("a", 1), ("b", 18), ("a", 1)):

@@ -146,11 +146,11 @@ def conversations(num: int = 16) -> Dataset:
 def completions(prompt_ids: list[list[int]]) -> list[list[int]]:
     """Return completions, some beginning alike and some ending early, that depend only on prompt and row."""
     made = []
-    for place, ids in enumerate(prompt_ids):
-        rng = random.Random(hash((tuple(ids), place)))
-        head = [3 + (ids[-1] + k + place % 2) % (VOCAB - 3) for k in range(2)]
+    for index, ids in enumerate(prompt_ids):
+        rng = random.Random(hash((tuple(ids), index)))
+        head = [3 + (ids[-1] + k + index % 2) % (VOCAB - 3) for k in range(2)]
         tail = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 6))]
-        made.append([*head, *tail, *([EOS] if place % 3 else [])])
+        made.append([*head, *tail, *([EOS] if index % 3 else [])])
     return made
 
 
@@ -278,7 +278,7 @@ def misplaced(stock: Callable[..., Any], is_wrong: Callable[[], bool] = lambda: 
     def batch(self: Any, args: Any, kwargs: Any) -> Any:
         found = stock(self, args, kwargs)
         if found is not None and is_wrong():
-            found.places[:, 1:] = found.places[:, :-1].copy()
+            found.indices[:, 1:] = found.indices[:, :-1].copy()
         return found
 
     return batch

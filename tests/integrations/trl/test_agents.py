@@ -74,8 +74,8 @@ def call_of(tokenizer: Any, ids: list[int], prefix: list[int] | None = None, too
 
 def answers(prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
     made = []
-    for place, ids in enumerate(prompt_ids):
-        rng = random.Random(hash((tuple(ids), place % 2)))
+    for index, ids in enumerate(prompt_ids):
+        rng = random.Random(hash((tuple(ids), index % 2)))
         made.append([*(rng.randrange(10, 30) for _ in range(3)), runs.EOS])
     return made, None
 

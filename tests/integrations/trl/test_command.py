@@ -33,8 +33,8 @@ def given(tmp_path: Path) -> dict[str, list[str]]:
         folder = tmp_path / f"{name}_data"
         folder.mkdir()
         rows.to_json(folder / "train.jsonl")
-        places = ["--model_name_or_path", runs.saved(), "--dataset_name", str(folder)]
-        options[name] = [name, *places, "--output_dir", str(tmp_path / name), *COMMON]
+        paths = ["--model_name_or_path", runs.saved(), "--dataset_name", str(folder)]
+        options[name] = [name, *paths, "--output_dir", str(tmp_path / name), *COMMON]
     options["grpo"] += ["--num_generations", "4", "--max_completion_length", "6"]
     options["grpo"] += ["--reward_funcs", "tests.integrations.trl.test_command.reward"]
     return options

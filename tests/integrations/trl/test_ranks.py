@@ -37,13 +37,13 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += ["-m", "tests.integrations.trl.rank_runs", kind, str(folder), *names]
     # Accelerate's integration of DeepSpeed supports only devices.
-    place = {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "zero" else {}
+    environment = {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "zero" else {}
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": str(kind != "zero"),
-        **place,
+        **environment,
     }
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     if done.returncode:

@@ -36,7 +36,7 @@ class ScriptedVLLM:
 
 def logprobs(completion: list[int]) -> list[float]:
     """Return log-probs near those of a new model, far enough that some ratios are clipped and others are not."""
-    return [0.5 * math.sin(7.0 * token + place) - math.log(VOCAB) for place, token in enumerate(completion)]
+    return [0.5 * math.sin(7.0 * token + index) - math.log(VOCAB) for index, token in enumerate(completion)]
 
 
 def episodes(texts: list[str], trainer: Any) -> dict[str, Any]:

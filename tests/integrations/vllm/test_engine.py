@@ -126,7 +126,7 @@ def test_one_version_names_one_set_of_weights(host: Host) -> None:
         engine.update_weights(2)
 
 
-def test_seeds_differ_only_by_key_and_place(host: Host) -> None:
+def test_seeds_differ_only_by_key_and_index(host: Host) -> None:
     """Without drafts, each rollout has the same tokens in another order and in its own batch."""
     together = run(host.engine(seed=5), sampled())
     reverse = run(host.engine(seed=5, max_batch=3), sampled()[::-1])

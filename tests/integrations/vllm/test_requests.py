@@ -179,8 +179,8 @@ def assert_same_logprobs(found: Any, expected: Any) -> None:
 
 def stop_in(text: str) -> str:
     """Return two letters from the middle of a text that do not occur earlier in it."""
-    places = range(len(text) // 2, len(text) - 2)
-    return next(text[i : i + 2] for i in places if text.index(text[i : i + 2]) == i)
+    positions = range(len(text) // 2, len(text) - 2)
+    return next(text[i : i + 2] for i in positions if text.index(text[i : i + 2]) == i)
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["left out", "kept"])

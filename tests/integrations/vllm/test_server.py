@@ -63,10 +63,10 @@ def server(folder: Path) -> Iterator[str]:
         *("--weight-transfer-config", json.dumps({"backend": "nccl"})),
         *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024"),
     ]
-    place = os.pathsep.join((str(uv.parent), os.environ["PATH"]))
+    search_path = os.pathsep.join((str(uv.parent), os.environ["PATH"]))
     paths = (folder / "plugins",)
     with (
-        mock.patch.dict(os.environ, {"PATH": place}),
+        mock.patch.dict(os.environ, {"PATH": search_path}),
         served(folder / "model", folder / "history", K, *flags, paths=paths) as address,
     ):
         yield address

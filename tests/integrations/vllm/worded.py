@@ -39,9 +39,9 @@ def save_lora(folder: Path, *, rank: int = 4, seed: int = 0) -> None:
     weights = {}
     for layer in range(2):
         for name, size in (("q_proj", 64), ("v_proj", 32)):
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{place}.lora_A.weight"] = torch.randn(rank, 64, generator=generator)
-            weights[f"{place}.lora_B.weight"] = 0.3 * torch.randn(size, rank, generator=generator)
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{module}.lora_A.weight"] = torch.randn(rank, 64, generator=generator)
+            weights[f"{module}.lora_B.weight"] = 0.3 * torch.randn(size, rank, generator=generator)
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors")
     config = {

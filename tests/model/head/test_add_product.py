@@ -28,10 +28,10 @@ def factors(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
 def test_a_product_is_added_in_the_dtype_of_the_total(wide: torch.dtype, narrow: torch.dtype, rounding: float) -> None:
     left, right = factors(narrow)
     total = torch.full((9, 5), 3.0, dtype=wide)
-    place = total.data_ptr()
+    address = total.data_ptr()
     linear.add_product(total, left, right)
     product = left.double() @ right.double()
-    assert total.data_ptr() == place
+    assert total.data_ptr() == address
     assert (total - 3.0 - product).norm() <= rounding * product.norm()
 
 

@@ -47,12 +47,12 @@ def test_every_call_is_a_path_and_each_of_its_tokens_is_trained_once(seed: int) 
         calls.append(call_of(number, context, rng.integers(0, 2, rng.integers(1, 4)).tolist()))
     trained: Counter[tuple[int, int]] = Counter()
     for branch in branches_of([calls[i] for i in rng.permutation(30)]):
-        for place, turn in enumerate(branch.turns.tolist()):
+        for index, turn in enumerate(branch.turns.tolist()):
             if turn < 0:
                 continue
             call = calls[turn]
-            offset = place - call.context.size
-            assert branch.tokens[: place + 1].tolist() == call.path[: place + 1].tolist()
-            assert branch.logprobs[place] == call.rollout.logprobs[offset]
+            offset = index - call.context.size
+            assert branch.tokens[: index + 1].tolist() == call.path[: index + 1].tolist()
+            assert branch.logprobs[index] == call.rollout.logprobs[offset]
             trained[turn, offset] += 1
     assert trained == {(call.number, i): 1 for call in calls for i in range(call.rollout.num_tokens)}

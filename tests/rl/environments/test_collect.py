@@ -221,7 +221,7 @@ def test_too_many_failures_stop_the_run_with_the_commonest(model: PreTrainedMode
         check_failures({"ValueError: no number": percent}, 100, float(f"{percent}e-2"))
 
 
-def test_an_episode_that_blocks_the_others_ends_the_run_with_its_place(model: PreTrainedModel) -> None:
+def test_an_episode_that_blocks_the_others_ends_the_run_with_its_location(model: PreTrainedModel) -> None:
     release = threading.Event()
 
     class Blocking(World):

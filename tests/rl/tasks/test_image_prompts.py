@@ -1,4 +1,4 @@
-"""Prompts with images: the processor's tokens and places, ids that depend on pixels, and groups trained on forests."""
+"""Prompts with images: the processor's tokens and positions, ids by pixels, and groups trained on forests."""
 
 import json
 from pathlib import Path

@@ -185,10 +185,10 @@ def test_a_judge_reads_what_follows_the_thought_and_gives_nothing_without_it(ser
 
 def test_a_judge_and_weighted_rewards_are_configured() -> None:
     task = ["task.kind=prompts", "task.file=p", "task.tokenizer=t", "rl.num_steps=1"]
-    place = ["task.judge.url=http://127.0.0.1:8000/v1", "task.judge.model=m"]
-    assert load(RlConfig, None, [*task, *place, "task.reward=judge"]).task.uses_judge
+    overrides = ["task.judge.url=http://127.0.0.1:8000/v1", "task.judge.model=m"]
+    assert load(RlConfig, None, [*task, *overrides, "task.reward=judge"]).task.uses_judge
     weighted = '[{name = "judge", weight = 0.5}, {name = "exact_answer"}]'
-    config = load(RlConfig, None, [*task, f"task.reward={weighted}", *place])
+    config = load(RlConfig, None, [*task, f"task.reward={weighted}", *overrides])
     assert [(each.name, each.weight) for each in config.task.reward if not isinstance(each, str)] == [
         ("judge", 0.5),
         ("exact_answer", 1.0),

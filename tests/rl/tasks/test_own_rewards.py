@@ -142,7 +142,7 @@ def test_a_signature_decides_how_a_function_is_called(
         lambda prompts, completions, unknown: 0,
     ],
 )
-def test_a_wrong_signature_is_refused_with_the_right_ones_and_its_place(function: Callable[..., object]) -> None:
+def test_a_wrong_signature_is_refused_with_the_right_ones_and_its_location(function: Callable[..., object]) -> None:
     line = function.__code__.co_firstlineno
     expected = (
         rf"def reward\(prompt, text\), or def reward\(prompts, completions\).*got def <lambda>.*own_rewards\.py:{line}"
@@ -186,7 +186,7 @@ def test_trls_rewards_get_the_question_of_a_line_whose_prompt_is_null() -> None:
 @pytest.mark.parametrize(
     ("answer", "got"), [("[1.0]", "returned 1"), ("1.0", r"returned 1.0 \(float\)"), ("'ab'", "str")]
 )
-def test_a_group_reward_of_another_length_is_an_error_with_its_place(answer: str, got: str) -> None:
+def test_a_group_reward_of_another_length_is_an_error_with_its_location(answer: str, got: str) -> None:
     scores = reward_of(f"\ndef f(completions, **kwargs):\n    return {answer}\n").scores(prompt_with(), ["a", "b"])
     for score in scores:
         with pytest.raises(InputError, match=rf"each of its 2 completions, and f at own\.py:2 .*{got}"):

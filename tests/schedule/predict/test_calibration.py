@@ -36,7 +36,7 @@ def test_the_share_that_moves_up_is_that_of_a_count_by_hand(seed):
     actual = random.permutation(4000)[:160] + 1
     predicted = actual * np.exp(0.4 * random.standard_normal(160))
     planned, real = (
-        {at: place // 20 for place, at in enumerate(sorted(range(160), key=list(values).__getitem__))}
+        {at: rank // 20 for rank, at in enumerate(sorted(range(160), key=list(values).__getitem__))}
         for values in (predicted, actual)
     )
     expected = sum(real[at] > planned[at] for at in range(160)) / 160

@@ -191,9 +191,9 @@ def test_a_changed_manifest_does_not_make_another_run(tmp_path: Path) -> None:
     facts = {"step": 7, "identity": {"rl.seed": 0, "model": "a"}}
     write_folder(tmp_path / "a", lambda draft: (draft / "x").touch(), facts)
     whole = (tmp_path / "a" / MANIFEST).read_bytes()
-    for place in range(0, len(whole), 3):
+    for offset in range(0, len(whole), 3):
         changed = bytearray(whole)
-        changed[place] ^= 1 << place % 7
+        changed[offset] ^= 1 << offset % 7
         (tmp_path / "a" / MANIFEST).write_bytes(changed)
         with suppress(StateError):
             assert read_facts(tmp_path / "a") == facts

@@ -93,25 +93,25 @@ class Policy:
 
     def _plain(self, d: Data, f: Flat, i: int, t: int) -> Tensor:
         """Return the policy loss of one token; only its own part of a sequence ratio has a gradient."""
-        logprob, places = f.logprobs[i][t - 1], d.trained(i) if self.name in ("gspo", "rloo") else [t]
+        logprob, positions = f.logprobs[i][t - 1], d.trained(i) if self.name in ("gspo", "rloo") else [t]
         advantage = d.token_advantages[i][t] if self.is_per_token else d.advantages[i]
         low, high = clip = self.clip or BASES[self.name][2]
         own = logprob - logprob.item()
-        total = 0.0 if self.is_on_policy else sum(f.logprobs[i][u - 1].item() - d.old_logprobs[i][u] for u in places)
+        total = 0.0 if self.is_on_policy else sum(f.logprobs[i][u - 1].item() - d.old_logprobs[i][u] for u in positions)
         if self.name == "cispo":
             return -min(max(math.exp(total), 1 - low), 1 + high) * advantage * logprob
         if self.name == "rloo":
             if self.is_on_policy:
                 return -advantage * logprob
-            return surrogate(torch.exp(total + len(places) * own), advantage, clip) / len(places)
-        return surrogate(torch.exp(total / len(places) + own), advantage, clip)
+            return surrogate(torch.exp(total + len(positions) * own), advantage, clip) / len(positions)
+        return surrogate(torch.exp(total / len(positions) + own), advantage, clip)
 
     def _weight(self, d: Data, f: Flat, i: int, t: int) -> float:
         if self.importance is None:
             return 1.0
-        places = d.trained(i) if self.importance.startswith("sequence") else [t]
-        target = [f.logprobs[i][u - 1].item() if self.is_on_policy else d.old_logprobs[i][u] for u in places]
-        ratio = math.exp(sum(target) - sum(d.behaviour[i][u] for u in places))
+        positions = d.trained(i) if self.importance.startswith("sequence") else [t]
+        target = [f.logprobs[i][u - 1].item() if self.is_on_policy else d.old_logprobs[i][u] for u in positions]
+        ratio = math.exp(sum(target) - sum(d.behaviour[i][u] for u in positions))
         if self.importance.endswith("truncate"):
             return min(ratio, BOUNDS[1])
         return ratio if BOUNDS[0] <= ratio <= BOUNDS[1] else 0.0

@@ -53,8 +53,8 @@ class RolloutOutline:
         bounds = np.cumsum([0, *(dataset.num_rows for dataset in self.datasets)])
 
         def tokens_of(row: int) -> RenderedTrajectory:
-            place = int(np.searchsorted(bounds, row, side="right")) - 1
-            return self.datasets[place].row(row - int(bounds[place]))
+            number = int(np.searchsorted(bounds, row, side="right")) - 1
+            return self.datasets[number].row(row - int(bounds[number]))
 
         return chosen.record(tokens_of)
 

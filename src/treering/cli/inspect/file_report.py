@@ -35,10 +35,10 @@ from treering.types import ModelShape
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-COLUMNS = ("row", "other", "position", "reads", "other reads", "places", "tokens", "share", "shift")
+COLUMNS = ("row", "other", "position", "reads", "other reads", "forks", "tokens", "share", "shift")
 _NUM_TOKENS_SHOWN = 6
 _NUM_MERGED = 20
-"""Places that are examined for each cause shown."""
+"""Forks that are examined for each cause shown."""
 _MAX_CHARACTERS = 20
 
 
@@ -160,7 +160,7 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A place where two trajectories diverge; rows count the trajectories of the file from 1."""
+    """Where two trajectories diverge; rows count the trajectories of the file from 1."""
 
     row: int
     other_row: int
@@ -173,10 +173,10 @@ class Cause:
     text: str | None
     """Text of this row from there on; None without a tokenizer."""
     other_text: str | None
-    places: int
-    """Number of places with the same text; this one is the costliest."""
+    forks: int
+    """Number of forks with the same text; this one is the costliest."""
     tokens: int
-    """Tokens after these places (between tasks, also before them) that agree again and are computed twice."""
+    """Tokens after these forks (between tasks, also before them) that agree again and are computed twice."""
     shift: int
     """Number of positions by which they come later in this row."""
 
@@ -188,9 +188,9 @@ class WhyReport:
     repeated_tokens: int
     repeated_share: float
     """Share of the distinct tokens."""
-    places: int
+    forks: int
     causes: tuple[Cause, ...]
-    """Costliest places, most tokens first."""
+    """Costliest forks, most tokens first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +314,7 @@ def _rewards(dataset: TokenDataset) -> RewardsReport | None:
 def explain_tasks(
     dataset: TokenDataset, forests: Sequence[Forest], tokenizer_dir: Path | None, num_causes: int
 ) -> WhyReport:
-    """Return the `num_causes` costliest causes in a file; places with the same text count as one cause.
+    """Return the `num_causes` costliest causes in a file; forks with the same text count as one cause.
 
     Args:
         dataset: of the file.
@@ -330,10 +330,10 @@ def explain_tasks(
     alike: dict[tuple[bool, int | None, int | None], list[Fork]] = {}
     for found in losses.divergences:
         alike.setdefault((found.forest == found.other_forest, found.token, found.other_token), []).append(found)
-    causes = sorted(alike.values(), key=lambda places: -sum(place.num_tokens for place in places))[:num_causes]
+    causes = sorted(alike.values(), key=lambda forks: -sum(fork.num_tokens for fork in forks))[:num_causes]
 
-    def cause(places: Sequence[Fork]) -> Cause:
-        found = places[0]
+    def cause(forks: Sequence[Fork]) -> Cause:
+        found = forks[0]
         ours, theirs = rows[found.branch], rows[found.other_branch]
         return Cause(
             row=ours + 1,
@@ -344,15 +344,15 @@ def explain_tasks(
             other_token=found.other_token,
             text=_text(tokenizer, dataset.row(ours), found.position),
             other_text=_text(tokenizer, dataset.row(theirs), found.position),
-            places=len(places),
-            tokens=sum(place.num_tokens for place in places),
+            forks=len(forks),
+            tokens=sum(fork.num_tokens for fork in forks),
             shift=found.shift,
         )
 
     return WhyReport(
         repeated_tokens=losses.num_repeated_tokens,
         repeated_share=losses.repeated_share,
-        places=losses.num_forks,
+        forks=losses.num_forks,
         causes=tuple(map(cause, causes)),
     )
 
@@ -361,7 +361,7 @@ def as_table(file: str, unique_tokens: int, why: WhyReport) -> Table:
     """Return the causes of one file as a table for the terminal; `share` is of the file's unique tokens."""
     title = (
         f"{file}: {plural(why.repeated_tokens, 'unique token')} ({why.repeated_share:.0%}) repeat another trajectory; "
-        f"the costliest of {plural(why.places, 'place')} where two trajectories part"
+        f"the costliest of {plural(why.forks, 'fork')} where two trajectories part"
     )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for name in COLUMNS:
@@ -374,7 +374,7 @@ def as_table(file: str, unique_tokens: int, why: WhyReport) -> Table:
         table.add_row(
             *(f"{cause.row}", other, f"{cause.position:,}"),
             *reads,
-            *(f"{cause.places:,}", f"{cause.tokens:,}", share, f"{cause.shift:+,}"),
+            *(f"{cause.forks:,}", f"{cause.tokens:,}", share, f"{cause.shift:+,}"),
         )
     return table
 

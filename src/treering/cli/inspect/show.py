@@ -117,8 +117,8 @@ def shown_trajectories(
     shown = []
     for row in rows:
         number = int(dataset.rows["task"][row])
-        place = int(np.searchsorted(dataset.rows_of(number), row))
-        one = groups[number][place]
+        index = int(np.searchsorted(dataset.rows_of(number), row))
+        one = groups[number][index]
         shown.append(_shown(one, groups[number], texts, thumbnails, file=file, row=one.index + 1))
     return shown
 
@@ -171,8 +171,8 @@ def _shown(
     others = (table.tokens(other.tokens, other.images) for other in task if other is not one)
     num_shared = max((num_common(keys, other) for other in others), default=0)
     is_shared = np.arange(one.tokens.size) < num_shared
-    places = _places(one)
-    kinds = np.stack([one.loss_mask, is_shared, texts.are_special(one.tokens), places], axis=1)
+    image_numbers = _image_numbers(one)
+    kinds = np.stack([one.loss_mask, is_shared, texts.are_special(one.tokens), image_numbers], axis=1)
     cuts = [0, *(np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1).tolist(), one.tokens.size]
     return ShownTrajectory(
         file=file,
@@ -184,8 +184,8 @@ def _shown(
         num_shared=num_shared,
         num_in_task=len(task),
         spans=tuple(
-            _image_span(one, int(places[begin]), thumbnails, shared=bool(kinds[begin, 1]))
-            if places[begin]
+            _image_span(one, int(image_numbers[begin]), thumbnails, shared=bool(kinds[begin, 1]))
+            if image_numbers[begin]
             else TextSpan(
                 text=texts.decode(one.tokens[begin:end], is_first=begin == 0),
                 num_tokens=end - begin,
@@ -198,12 +198,12 @@ def _shown(
     )
 
 
-def _places(one: RenderedTrajectory) -> npt.NDArray[np.int64]:
+def _image_numbers(one: RenderedTrajectory) -> npt.NDArray[np.int64]:
     """Return the number of the image at each token, from 1; 0 for text."""
-    places = np.zeros(one.tokens.size, np.int64)
+    image_numbers = np.zeros(one.tokens.size, np.int64)
     for number, placed in enumerate(one.images, start=1):
-        places[placed.start : placed.stop] = number
-    return places
+        image_numbers[placed.start : placed.stop] = number
+    return image_numbers
 
 
 def _image_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails, *, shared: bool) -> TextSpan:

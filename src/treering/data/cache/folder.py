@@ -144,10 +144,10 @@ def _source(folder: Path) -> str | None:
 def _num_bytes(folder: Path) -> int:
     """Return the size of all files, except those that other processes remove meanwhile."""
     num_bytes = 0
-    for place, _, names in os.walk(folder):
+    for root, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                num_bytes += os.stat(os.path.join(place, name)).st_size
+                num_bytes += os.stat(os.path.join(root, name)).st_size
     return num_bytes
 
 

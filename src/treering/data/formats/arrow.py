@@ -84,7 +84,7 @@ def is_dataset_folder(folder: Path) -> bool:
 
 
 def table_records(file: Path, position: ReadPosition | None = None) -> Iterator[tuple[str, object]]:
-    """Yield each row of a table with its place; keys with null values inside objects are dropped.
+    """Yield each row of a table with its location; keys with null values inside objects are dropped.
 
     Raises:
         InputError: the file is damaged.

@@ -388,7 +388,7 @@ def decode_messages(value: object, name: str = "messages") -> tuple[Message, ...
     The list may have items of OpenAI's Responses API, see `merge_items`.
 
     Raises:
-        InputError: a field is bad; the message has its place in the list.
+        InputError: a field is bad; the message has its index in the list.
 
     Example: `[{"role": "assistant", "content": "No idea.", "weight": 0}]` is one message that is not trained.
     """

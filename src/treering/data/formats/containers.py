@@ -35,7 +35,7 @@ _NEAR_END = 16
 def document_records(
     path: Path, parse_float: Callable[[str], float] | None = None, position: ReadPosition | None = None
 ) -> Iterator[tuple[str, object]]:
-    """Yield the records of an array with their places, "FILE: record N", or the one record of another document.
+    """Yield the records of an array with their locations, "FILE: record N", or the one record of another document.
 
     Raises:
         InputError: the JSON is broken, as "FILE:LINE: rule, value, fix"; earlier records have been yielded.
@@ -98,9 +98,9 @@ class _Text:
                     return value
             self._read()
 
-    def error(self, rule: str, place: int | None = None) -> json.JSONDecodeError:
+    def error(self, rule: str, position: int | None = None) -> json.JSONDecodeError:
         """Return an error at an index of the buffer, by default at the next character."""
-        error = json.JSONDecodeError(rule, self._text, self._start if place is None else place)
+        error = json.JSONDecodeError(rule, self._text, self._start if position is None else position)
         error.colno += self._num_columns if error.lineno == 1 else 0
         error.lineno += self._num_lines
         return error
@@ -170,9 +170,9 @@ def read_records(
     parse_float: Callable[[str], float] | None = None,
     position: ReadPosition | None = None,
 ) -> Iterator[tuple[str, object]]:
-    """Return an iterator over the records of a path, each with its place for errors.
+    """Return an iterator over the records of a path, each with its location for errors.
 
-    A place is "FILE:LINE", "FILE: record N", "FILE: row N" or "FILE".
+    A location is "FILE:LINE", "FILE: record N", "FILE: row N" or "FILE".
 
     The path is a file of JSON Lines, a JSON document (an array of records, or one record), plain or compressed by gzip
     or zstandard, a Parquet or Arrow file, or a folder of such files, also one that Hugging Face's `save_to_disk` or the

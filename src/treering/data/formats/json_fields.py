@@ -64,7 +64,7 @@ def number_field(record: Mapping[str, Any], key: str) -> float | None:
 
 @contextmanager
 def placed(where: str) -> Iterator[None]:
-    """Begin the block's InputErrors with a place, unless it is "" or the error has it already.
+    """Begin the block's InputErrors with a location, unless it is "" or the error has it already.
 
     Raises:
         InputError: the error of the block; also for a value that is nested too deeply or a number that is too large.
@@ -319,7 +319,7 @@ def _mask_of_labels(value: object, tokens: TokenIds | None) -> LossMask:
     for i, (label, token) in enumerate(zip(labels, tokens.tolist(), strict=True)):
         if type(label) is not int or label not in (IGNORED_LABEL, token):
             raise InputError(
-                f"labels[{i}] must be {IGNORED_LABEL} or the token at its own place, {token}, got {show(label)}; "
+                f"labels[{i}] must be {IGNORED_LABEL} or the token at its own position, {token}, got {show(label)}; "
                 "give labels that are not shifted"
             )
     return np.array([label != IGNORED_LABEL for label in labels], np.bool_)
@@ -329,5 +329,5 @@ def _check_padding(record: Mapping[str, Any]) -> None:
     mask = record.get("attention_mask")
     if isinstance(mask, list) and 0 in mask:
         raise InputError(
-            f"tokens hold no padding, and attention_mask is 0 at place {mask.index(0)}; cut the padding off"
+            f"tokens hold no padding, and attention_mask is 0 at index {mask.index(0)}; cut the padding off"
         )

@@ -194,7 +194,7 @@ def _named(keys: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
 def token_calls(records: Sequence[object], keys: tuple[str, str, str], where: Callable[[int], str]) -> list[TokenCall]:
     """Return the calls of records if all have ids; else an empty list, so that all are read as text.
 
-    `where` returns the place of a record for its index.
+    `where` returns the location of a record for its index.
 
     Raises:
         InputError: as `token_call`.

@@ -386,8 +386,8 @@ class RecordReader:
         return found
 
 
-def find_place(path: Path, format: FormatName, index: int, *, failed: FailedRuns) -> str:
-    """Return the place, such as FILE:LINE, of the trajectory with an index in a file that was read before."""
+def find_location(path: Path, format: FormatName, index: int, *, failed: FailedRuns) -> str:
+    """Return the location, such as FILE:LINE, of the trajectory with an index in a file that was read before."""
     reader, num_read = RecordReader(str(path), format, failed), 0
     for where, record in read_records(path):
         num_read += len(reader.decode(where, record))

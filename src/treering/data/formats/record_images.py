@@ -49,13 +49,13 @@ def with_images(record: Mapping[str, Any], folder: Path, where: str, note: Calla
     Args:
         record: a record of messages.
         folder: folder of the data file.
-        where: place of the record, for errors.
+        where: location of the record, for errors.
         note: called if images of the columns have neither parts nor tags, and are put before the first user's text.
 
     A tag counts only in a record with images; other texts may mention `<image>`.
 
     Raises:
-        InputError: an image is a network address, the numbers of images and places differ, or a part is malformed.
+        InputError: an image is a network address, images and placeholders differ in number, or a part is malformed.
 
     Example: the part `{"type": "image_url", "image_url": {"url": "a.png"}}` becomes
     `{"type": "picture", "picture": ImageSource(folder=folder, file="a.png")}`.
@@ -77,7 +77,7 @@ def with_images(record: Mapping[str, Any], folder: Path, where: str, note: Calla
         if sources and not any(_has_parts(one) for given in messages.values() for one in given):
             messages[in_a_row[0]] = _before_first_text(messages[in_a_row[0]], len(sources))
             note(BEFORE_TEXT)
-        _check_places(messages, len(sources), where)
+        _check_placeholders(messages, len(sources), where)
         taken = iter(sources)
         for key, given in messages.items():
             found[key] = [_message(one, taken, folder, f"{where}: {key}[{i}]") for i, one in enumerate(given)]
@@ -124,7 +124,7 @@ def _check_other_tags(messages: Mapping[str, Sequence[Any]], where: str) -> None
     tag = next((found for text in _texts_in(list(shown)) if (found := _OTHER_TAG.search(text))), None)
     if tag is not None:
         raise InputError(
-            f"{where}: the place of an image is written {TAG} in the text of a message, in the order of images, got "
+            f"{where}: the position of an image is written {TAG} in the text of a message, in the order of images, got "
             f"{tag[0]} in another spelling or in a tool's result; replace it"
         )
 
@@ -137,12 +137,12 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(inner)
 
 
-def _check_places(messages: Mapping[str, Sequence[Any]], num_sources: int, where: str) -> None:
-    num_places = sum(_is_image(part) and not _values_of(part) for part in _contents(messages))
-    if num_places != num_sources:
+def _check_placeholders(messages: Mapping[str, Sequence[Any]], num_sources: int, where: str) -> None:
+    num_placeholders = sum(_is_image(part) and not _values_of(part) for part in _contents(messages))
+    if num_placeholders != num_sources:
         raise InputError(
-            f'{where}: every image has one place in the messages, a tag {TAG} or a part {{"type": "image"}}, got '
-            f"{plural(num_sources, 'image')} and {plural(num_places, 'place')}; make the counts agree"
+            f'{where}: each image needs one placeholder in the chat, a tag {TAG} or a part {{"type": "image"}}, got '
+            f"{plural(num_sources, 'image')} and {plural(num_placeholders, 'placeholder')}; make the counts agree"
         )
 
 
@@ -195,7 +195,7 @@ def _is_image(part: object) -> bool:
 
 
 def _values_of(part: Any) -> list[str]:
-    """Return the keys of a part that contain an image; empty if the part is a place for an image of the columns."""
+    """Return the keys of a part that contain an image; empty if the part stands for an image of the columns."""
     return [key for key in _VALUES if not is_blank(part.get(key))]
 
 

@@ -67,9 +67,9 @@ def restore_arguments(text: str, messages: Sequence[Message]) -> str:
             found = _find_call(call, text, at, start) or _find_call(call, text, max(at, end), len(text))
             if found is None:
                 continue
-            place, spelling = found
-            pieces += [text[done:place], _written(call, spelling)]
-            at = done = place + len(spelling)
+            position, spelling = found
+            pieces += [text[done:position], _written(call, spelling)]
+            at = done = position + len(spelling)
         at = max(at, end)
     return "".join([*pieces, text[done:]])
 
@@ -133,8 +133,8 @@ def _find_call(call: ToolCall, text: str, at: int, stop: int) -> tuple[int, str]
     found: tuple[int, str] | None = None
     for spelling in _spellings(call) if named >= 0 else ():
         limit = found[0] + len(spelling) - 1 if found else stop
-        place = text.find(spelling, named + len(call.name), min(limit, stop))
-        found = (place, spelling) if place >= 0 else found
+        position = text.find(spelling, named + len(call.name), min(limit, stop))
+        found = (position, spelling) if position >= 0 else found
     return found
 
 

@@ -198,10 +198,10 @@ def _clip(
             if (parent >= 0 and kept_parent < 0) or _is_in(token, stop_tokens[row]):
                 kept[number] = -1
                 continue
-            place = kept[number] = at - start
+            index = kept[number] = at - start
             depths[at] = 1 + (depths[start + kept_parent] if kept_parent >= 0 else 0)
-            ancestors[place] = (ancestors[kept_parent] if kept_parent >= 0 else 0) | np.int64(1) << place
-            bits[at] = 0 if depths[at] == place + 1 else ancestors[place]
+            ancestors[index] = (ancestors[kept_parent] if kept_parent >= 0 else 0) | np.int64(1) << index
+            bits[at] = 0 if depths[at] == index + 1 else ancestors[index]
             tokens_out[at], parents_out[at], numbers[at] = token, kept_parent, number
             at += 1
         offsets_out[row + 1] = at

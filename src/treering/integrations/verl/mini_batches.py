@@ -51,5 +51,5 @@ def _in_whole_groups(data: Any, group: dist.ProcessGroup) -> Any:
     rank_of_row[rows] = np.arange(num_ranks)[:, None]
     received = RowExchange(rank_of_row, group, get_device_id()).there(data)
     # Received rows are sorted by their numbers.
-    places = np.searchsorted(np.sort(rows[own_rank]), rows[own_rank])
-    return tu.index_select_tensor_dict(received, places.tolist())
+    order = np.searchsorted(np.sort(rows[own_rank]), rows[own_rank])
+    return tu.index_select_tensor_dict(received, order.tolist())

@@ -79,9 +79,9 @@ def order_rows(groups: Sequence[Hashable], num_ranks: int, num_mini_batches: int
             f"{num_rows} rows cannot be divided equally among {num_mini_batches} mini-batches of {num_ranks} ranks; "
             f"give a multiple of {num_parts}"
         )
-    # The last place of each group's rows on any rank: later rows overwrite earlier ones.
-    places = np.arange(num_rows) % (num_rows // num_ranks)
-    last = {groups[row]: (int(places[row]), row) for row in np.argsort(places, kind="stable")}
+    # The last position of each group's rows on any rank: later rows overwrite earlier ones.
+    positions = np.arange(num_rows) % (num_rows // num_ranks)
+    last = {groups[row]: (int(positions[row]), row) for row in np.argsort(positions, kind="stable")}
     order = np.array(sorted(range(num_rows), key=lambda row: last[groups[row]]))
     return order.reshape(num_mini_batches, num_ranks, -1).transpose(1, 0, 2).reshape(num_ranks, -1)
 
@@ -91,7 +91,7 @@ class _Shares:
 
     def __init__(self, forest: Forest, num_ranks: int) -> None:
         self._paths, self._offsets = forest.paths()
-        self._place = np.empty(forest.num_tokens, np.int64)
+        self._last_number = np.empty(forest.num_tokens, np.int64)
         self._loads = np.zeros(num_ranks, np.int64)
         self._room = np.full(num_ranks, forest.num_branches // num_ranks)
         self.rank_of_row = np.full(forest.num_branches, -1, np.int64)
@@ -101,9 +101,9 @@ class _Shares:
         paths = [self._paths[self._offsets[row] : self._offsets[row + 1]] for row in rows]
         tokens = np.concatenate(paths)
         numbers = np.arange(tokens.size)
-        # Each token keeps one place, whatever else is in the array; sorting millions would take seconds.
-        self._place[tokens] = numbers
-        return int((self._place[tokens] == numbers).sum())
+        # Each token keeps one number, whatever else is in the array; sorting millions would take seconds.
+        self._last_number[tokens] = numbers
+        return int((self._last_number[tokens] == numbers).sum())
 
     def tokens_by_rank(self, rank_of_row: Int64Array) -> list[int]:
         """Return the distinct tokens of each rank."""

@@ -40,17 +40,17 @@ class RowScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
-    """Edges to score at each temperature, and the place of each token's value.
+    """Edges to score at each temperature, and the index of each token's value.
 
     Attributes:
         temperatures: temperature of each table.
         tables: edges of the rows with that temperature.
-        places: int64 [F] index into the E scores of all tables; E at the last token of a row.
+        indices: int64 [F] index into the E scores of all tables; E at the last token of a row.
     """
 
     temperatures: tuple[float, ...]
     tables: tuple[EdgeTable, ...]
-    places: Int64Array
+    indices: Int64Array
 
 
 def score_rows_once(
@@ -81,7 +81,7 @@ def score_rows_once(
     with tree_attention(parts):
         hidden = hidden_states(parts, forest)
     scores = scored_on_head(parts, lambda head, rows: _scored(rows, head, plan, parts, entropy_of), hidden)
-    at = torch.from_numpy(plan.places).to(hidden.device)
+    at = torch.from_numpy(plan.indices).to(hidden.device)
     logprobs, entropy = (torch.cat([x, x.new_zeros(1)])[at] for x in (scores.logprobs, scores.entropy))
     return RowScores(logprobs=logprobs, entropy=entropy)
 
@@ -104,7 +104,7 @@ def _plan(forest: Forest, temperatures: Sequence[float]) -> _Plan:
     of_row = np.asarray(temperatures, np.float64)
     paths, offsets = forest.paths()
     row_of_token = np.repeat(np.arange(forest.num_branches), np.diff(offsets))
-    places = np.full(paths.size, -1, np.int64)
+    indices = np.full(paths.size, -1, np.int64)
     tables: list[EdgeTable] = []
     distinct = np.unique(of_row)
     num_scored = 0
@@ -114,10 +114,10 @@ def _plan(forest: Forest, temperatures: Sequence[float]) -> _Plan:
         wanted[paths[of_this]] = True
         table = edge_table(forest, wanted)
         own = np.flatnonzero(of_this)
-        places[own] = num_scored + table.places(forest)[paths[own]]
+        indices[own] = num_scored + table.edge_of_token(forest)[paths[own]]
         tables.append(table)
         num_scored += table.edges.size
     # A token's value is that of the edge to the next token.
-    places = np.append(places[1:], num_scored)
-    places[offsets[1:] - 1] = num_scored
-    return _Plan(temperatures=tuple(distinct.tolist()), tables=tuple(tables), places=places)
+    indices = np.append(indices[1:], num_scored)
+    indices[offsets[1:] - 1] = num_scored
+    return _Plan(temperatures=tuple(distinct.tolist()), tables=tuple(tables), indices=indices)

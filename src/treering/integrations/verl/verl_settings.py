@@ -81,9 +81,9 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
             f"sequence parallelism ({_ACTOR}.ulysses_sequence_parallel_size={size}) cuts sequences across ranks, but a "
             "tree's tokens attend to tokens anywhere: set it to 1"
         )
-    for place, config, name, why in _SWITCHES:
+    for section, config, name, why in _SWITCHES:
         if _is_on(_get(model_config if config == "model" else engine_config, name)):
-            raise UnsupportedError(f"{place}.{name} is on: {why}; set it to False")
+            raise UnsupportedError(f"{section}.{name} is on: {why}; set it to False")
     hf_config = _get(model_config, "hf_config")
     if any(hasattr(hf_config, name) for name in ("vision_config", "audio_config", "thinker_config")):
         raise UnsupportedError(

@@ -131,11 +131,11 @@ def _draw_drafted(sampler: Any, metadata: Any, target: Any, sampling_metadata: A
         rows = [row for row in active if position < metadata.num_draft_tokens[row]]
         if not rows:
             break
-        places = [first[row] + position for row in rows]
-        drawn = _draw(sampler, target[places], rows, sampling_metadata)
-        for row, place, token in zip(rows, places, drawn, strict=True):
+        indices = [first[row] + position for row in rows]
+        drawn = _draw(sampler, target[indices], rows, sampling_metadata)
+        for row, index, token in zip(rows, indices, drawn, strict=True):
             tokens[row, position] = token
-            if token != drafts[place]:
+            if token != drafts[index]:
                 active.remove(row)
     return active
 

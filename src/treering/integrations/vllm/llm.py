@@ -230,7 +230,7 @@ def checkpoint_of(model: nn.Module, *, has_tied_head: bool = True) -> Iterator[P
     Example: `with checkpoint_of(model) as folder: llm.collective_rpc("reload_weights", kwargs={"weights_path":
     str(folder)})`.
     """
-    with tempfile.TemporaryDirectory(prefix="treering-weights-", dir=_place(model)) as name:
+    with tempfile.TemporaryDirectory(prefix="treering-weights-", dir=_temporary_root(model)) as name:
         left_out = None if has_tied_head else _tied_head(model)
         _write(((name, source) for name, source in named_weights(model) if name != left_out), Path(name))
         yield Path(name)
@@ -264,7 +264,7 @@ def _filled(source: WeightSource) -> Tensor:
     return target
 
 
-def _place(model: nn.Module) -> Path | None:
+def _temporary_root(model: nn.Module) -> Path | None:
     """Return shared memory if it has room; None: the system's temporary folder."""
     num_bytes = sum(source.weight.nbytes for _, source in named_weights(model))
     has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 2 * num_bytes
@@ -274,8 +274,8 @@ def _place(model: nn.Module) -> Path | None:
 def _sums(weight: Tensor) -> tuple[int, int]:
     # Integer sums wrap around, so they lose nothing to rounding in any order.
     bits = weight.reshape(-1).view(_INTEGERS[weight.itemsize])
-    places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-    return int(bits.sum(dtype=torch.int64)), int((bits * places).sum())
+    factors = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+    return int(bits.sum(dtype=torch.int64)), int((bits * factors).sum())
 
 
 _WATCH = """

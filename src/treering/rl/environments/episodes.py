@@ -27,7 +27,7 @@ from treering.errors import StateError
 from treering.rl.collect import whose
 from treering.rl.environments.environment import EnvironmentTask, Outcome, as_outcome
 from treering.rl.environments.policy import Branch, CallLimits, Policy, Session, SharedTurns, TurnClock, branches_of
-from treering.rl.user_code import in_words, place_of_frame
+from treering.rl.user_code import in_words, location_of_frame
 from treering.types import PromptId, TokenIds
 
 CLEAN_UP_S = 30.0
@@ -496,10 +496,10 @@ class Episodes(Closing):
         limit = self._max_busy_s
         if self._loop.busy_s() > limit:
             frame = self._loop.frame()
-            place = None if frame is None else place_of_frame(frame)
+            location = None if frame is None else location_of_frame(frame)
             raise StateError(
                 f"episodes share one event loop, and one has blocked it for {limit:g} s"
-                f"{'' if place is None else f' at {place}'}; await the slow call there, or run it by asyncio.to_thread"
+                f"{'' if location is None else f' at {location}'}; await the slow call, or run it by asyncio.to_thread"
             )
 
     async def _all(self, ranked: Sequence[tuple[int, Episode]]) -> None:

@@ -68,7 +68,7 @@ class PromptLine:
         return next((name for name in _LIKELY_ANSWERS if not is_blank(self.record.get(name))), None)
 
     def chat(self, folder: Path) -> tuple[Trajectory, bool]:
-        """Return the messages and tools, and whether its images lack a place among the messages.
+        """Return the messages and tools, and whether its images lack a placeholder in the messages.
 
         Args:
             folder: folder of local images.
@@ -136,12 +136,12 @@ def _check(messages: tuple[Message, ...], value: object) -> None:
 def _given_answer(record: Mapping[str, Any]) -> object:
     """Return the answer under `answer`, or under verl's `ground_truth` or `reward_model.ground_truth`."""
     inner = record.get("reward_model")
-    places = {
+    values = {
         "answer": record.get("answer"),
         "ground_truth": record.get("ground_truth"),
         "reward_model.ground_truth": inner.get("ground_truth") if isinstance(inner, dict) else None,
     }
-    given = {key: value for key, value in places.items() if value is not None}
+    given = {key: value for key, value in values.items() if value is not None}
     if len(given) > 1 and len(set(map(repr, given.values()))) > 1:
         raise InputError(f"{' and '.join(given)} hold different answers; keep one of them")
     return next(iter(given.values()), None)
@@ -259,14 +259,14 @@ class ChosenPrompts(Sequence[Prompt]):
         return len(self._numbers)
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
         """Return a prompt, or the prompts of a slice."""
-        if isinstance(place, slice):
-            return ChosenPrompts(self._prompts, self._numbers[place])
-        return self._prompts[self._numbers[place]]
+        if isinstance(index, slice):
+            return ChosenPrompts(self._prompts, self._numbers[index])
+        return self._prompts[self._numbers[index]]
 
 
 class _StoredPrompts(Sequence[Prompt]):
@@ -281,12 +281,12 @@ class _StoredPrompts(Sequence[Prompt]):
         return map(self.__getitem__, range(len(self)))
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
         """Return a prompt, newly made, or the prompts of a slice."""
-        numbers = range(len(self))[place]
+        numbers = range(len(self))[index]
         if isinstance(numbers, range):
             return ChosenPrompts(self, numbers)
         content = self._content[self._ends[numbers] : self._ends[numbers + 1]]

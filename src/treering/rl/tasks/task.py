@@ -112,7 +112,7 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """Name in errors: the id, and the place, since the id may be a hash.
+        """Name in errors: the id, and the location, since the id may be a hash.
 
         Example: "'4f1a' (prompts.jsonl:3)".
         """

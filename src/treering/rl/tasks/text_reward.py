@@ -14,7 +14,7 @@ from treering.errors import ConfigError, InputError
 from treering.rl.tasks.judge import Judge
 from treering.rl.tasks.ready_rewards import NAMED_REWARDS, check_answer, find_reward
 from treering.rl.tasks.task import Prompt, Score, as_score, checked_reward
-from treering.rl.user_code import contained, in_copy, in_words, place_of_function
+from treering.rl.user_code import contained, in_copy, in_words, location_of_function
 
 SIGNATURES = (
     "def reward(prompt, text), or def reward(prompts, completions) for a group at once, each with parameters that are "
@@ -73,7 +73,7 @@ class BoundReward:
         return [
             InputError(
                 f"a reward of a group must return a list with one reward for each of its {num_texts} completions, and "
-                f"{self.label} at {place_of_function(self.function)} returned {got}; return None to skip one"
+                f"{self.label} at {location_of_function(self.function)} returned {got}; return None to skip one"
             )
         ] * num_texts
 
@@ -83,7 +83,7 @@ class BoundReward:
         try:
             return as_score(result)
         except InputError as error:
-            return InputError(f"{place_of_function(self.function)}: {error}")
+            return InputError(f"{location_of_function(self.function)}: {error}")
 
 
 def bind(label: str, function: Callable[..., object], columns: Collection[str]) -> BoundReward:
@@ -140,7 +140,7 @@ def _check_columns(function: Callable[..., object], others: Sequence[Parameter],
 
 def _described(function: Callable[..., object]) -> str:
     name = getattr(function, "__name__", type(function).__name__)
-    return f"def {name}{inspect.signature(function)} at {place_of_function(function)}"
+    return f"def {name}{inspect.signature(function)} at {location_of_function(function)}"
 
 
 def _parameters(function: Callable[..., object]) -> Mapping[str, Parameter]:
@@ -320,13 +320,13 @@ class TextReward:
 
     def _await(self, started: Sequence[list[object]]) -> None:
         """Replace awaitables by their results; all run concurrently."""
-        places = [
+        pending = [
             (results, i) for results in started for i, result in enumerate(results) if inspect.isawaitable(result)
         ]
-        if not places:
+        if not pending:
             return
-        done = self._run([results[i] for results, i in places])
-        for (results, i), result in zip(places, done, strict=True):
+        done = self._run([results[i] for results, i in pending])
+        for (results, i), result in zip(pending, done, strict=True):
             results[i] = result
 
     def _run(self, awaitables: Sequence[object]) -> list[object]:

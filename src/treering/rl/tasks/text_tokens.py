@@ -148,7 +148,7 @@ class StopToken:
     text: str | None
     """Text in the tokenizer; None if the tokenizer has no such id."""
     source: str
-    """First place where it was found."""
+    """Name of the first source that has it."""
 
     def __str__(self) -> str:
         return f"{self.text or 'a token without text'} ({self.token_id}, {self.source})"
@@ -206,8 +206,8 @@ def _ends_of_model(folder: Path) -> list[tuple[int, str]]:
         settings = read_object(file) if file.is_file() else {}
         # Multimodal models keep the text model's settings in an inner object.
         inner = settings.get("text_config")
-        for place in (settings, inner if isinstance(inner, dict) else {}):
-            found += [(token_id, file.name) for token_id in _ids(place.get("eos_token_id"), file)]
+        for source in (settings, inner if isinstance(inner, dict) else {}):
+            found += [(token_id, file.name) for token_id in _ids(source.get("eos_token_id"), file)]
     return found
 
 

@@ -44,7 +44,7 @@ class Checkpoints:
         """Keep checkpoints in `folder`, which the first one creates."""
         self.folder = folder
 
-    def place(self, path: str) -> Path:
+    def folder_of(self, path: str) -> Path:
         """Return the folder of a path's checkpoint, whether it exists or not.
 
         Raises:
@@ -65,7 +65,7 @@ class Checkpoints:
             InputError: it exists and may not be overwritten.
             StateError: the disk is full, or the folder is not writable.
         """
-        target, now = self.place(path), datetime.now(UTC)
+        target, now = self.folder_of(path), datetime.now(UTC)
         if target.exists() and not overwrites:
             raise InputError(f"{path} already exists; choose another name, or set overwrite")
         expires = {} if ttl_s is None else {"expires_at": (now + timedelta(seconds=ttl_s)).isoformat()}
@@ -80,7 +80,7 @@ class Checkpoints:
             Refusal: 404, it does not exist or has expired.
             StateError: it is damaged.
         """
-        folder = self.place(path)
+        folder = self.folder_of(path)
         saved = (
             None if not folder.is_dir() else SavedModel(path=path, folder=folder, facts=_facts(folder, checks=checks))
         )

@@ -318,7 +318,7 @@ class TinkerRoutes:
     def _saving(self, model: TrainedModel, fields: Fields, kind: str) -> Callable[[], dict[str, Any]]:
         name = fields.need("path", str)
         path = f"tinker://{model.id}/{kind}/{name}"
-        self._checkpoints.place(path)
+        self._checkpoints.folder_of(path)
         ttl_s = fields.take_any("ttl_seconds", (int,), None)
         overwrites = fields.take("overwrite", bool, False) or kind != "weights"
         facts = {

@@ -191,7 +191,7 @@ def forward_backward_answer(logprobs: Sequence[NDArray[np.float64]], metrics: Ma
 
 
 _NOTHING = -99999.0
-"""Log-prob of a place without a token."""
+"""Log-prob of a position without a token."""
 Sampled = tuple[TokenIds, Sequence[float], str]
 """Tokens of a sample, their log-probs, and why it ended."""
 
@@ -282,7 +282,7 @@ def take_prompt_chunks(fields: Fields) -> TokenIds:
 def take_matrix(
     fields: Fields, name: str, num_rows: int, vocab_size: int
 ) -> tuple[Int64Array, Mapping[str, Any]] | None:
-    """Take a matrix of token ids [num_rows, K], -1 for an empty place, and the fields that describe its layout.
+    """Take a matrix of token ids [num_rows, K], -1 for an empty cell, and the fields that describe its layout.
 
     Raises:
         InputError: it is malformed.
@@ -303,5 +303,5 @@ def take_matrix(
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{name} must be a matrix of token ids (data, shape), got {show(given)}: {error}") from None
     if found.size == 0 or found.max() < 0 or found.min() < -1 or found.max() >= vocab_size:
-        raise InputError(f"{name} must have token ids, or -1 for an empty place, got {show(given)}")
+        raise InputError(f"{name} must have token ids, or -1 for an empty cell, got {show(given)}")
     return found, given

@@ -169,8 +169,8 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
                 "there; resume with the model that was saved"
             )
         target.copy_(shard_like(tensor, target))
-        loaded.add(_place(target))
-    missing = [name for name, target in own.items() if _place(target) not in loaded]
+        loaded.add(_address(target))
+    missing = [name for name, target in own.items() if _address(target) not in loaded]
     if missing:
         raise StateError(
             f"{checkpoint} lacks {missing[0]!r}, which the model has; resume with the model that was saved"
@@ -188,7 +188,7 @@ def _by_stored_name(model: Any, own: dict[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     """Return an address that tied tensors share; for a sharded tensor, that of its own part."""
     return own_part(tensor).data_ptr()
 

@@ -40,10 +40,10 @@ def _decode(record: Mapping[str, Any], note: Note, task_id: TaskId | None, where
         task_id = task_of({**(extra if isinstance(extra, dict) else {}), **record}, note, messages=messages, keys=_KEYS)
     found = _trajectories(record, steps, messages, task_id, where)
     for i, inner in enumerate(array(f"{where}subagent_trajectories", record.get("subagent_trajectories") or [])):
-        place = f"{where}subagent_trajectories[{i}]."
+        prefix = f"{where}subagent_trajectories[{i}]."
         if not isinstance(inner, dict):
-            raise InputError(f"{place[:-1]} must be a trajectory, got {show(inner)}; repair it")
-        found += _decode(inner, note, task_id, place)
+            raise InputError(f"{prefix[:-1]} must be a trajectory, got {show(inner)}; repair it")
+        found += _decode(inner, note, task_id, prefix)
     return found
 
 

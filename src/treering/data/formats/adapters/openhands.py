@@ -97,10 +97,10 @@ def _logged_call(record: Mapping[str, Any], note: Note) -> Trajectory:
 def _reward(record: Mapping[str, Any]) -> float | None:
     """Return 1.0 if the instance was resolved and 0.0 if not; without an evaluation, the record's reward."""
     result = record.get("test_result")
-    places = (record, record.get("report"), result, result.get("report") if isinstance(result, dict) else None)
-    for place in places:
-        if isinstance(place, dict) and isinstance(place.get("resolved"), bool):
-            return float(place["resolved"])
+    sources = (record, record.get("report"), result, result.get("report") if isinstance(result, dict) else None)
+    for source in sources:
+        if isinstance(source, dict) and isinstance(source.get("resolved"), bool):
+            return float(source["resolved"])
     return number_field(record, "reward")
 
 
@@ -213,8 +213,8 @@ def _condense(args: Mapping[str, Any], run: _Run, where: str) -> None:
     kept = [(event_id, _context(message)) for event_id, message in run.messages if not is_forgotten(event_id)]
     if summary := text_field(args, "summary", f"{where}.summary"):
         offset = args.get("summary_offset")
-        place = offset if isinstance(offset, int) else min(1, len(kept))
-        kept.insert(place, (None, {"role": "user", "content": summary}))
+        index = offset if isinstance(offset, int) else min(1, len(kept))
+        kept.insert(index, (None, {"role": "user", "content": summary}))
     run.messages = kept
 
 

@@ -77,9 +77,9 @@ def _calls(steps: object, history: tuple[Message, ...], note: Note) -> list[Mess
     for i, (query, answer) in enumerate(zip(queries, answers, strict=True)):
         if not isinstance(query, list) or not any(query):
             return []
-        place = f"trajectory[{i}].query"
-        shown = [_as_chat(item, note, place) if isinstance(item, dict) else item for item in query]
-        calls.append(MessageCall(prompt=decode_messages(shown, place), answer=(answer,)))
+        location = f"trajectory[{i}].query"
+        shown = [_as_chat(item, note, location) if isinstance(item, dict) else item for item in query]
+        calls.append(MessageCall(prompt=decode_messages(shown, location), answer=(answer,)))
     return calls
 
 

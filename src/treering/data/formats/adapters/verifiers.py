@@ -391,10 +391,10 @@ def _decode_row(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
 def _tools(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     info = record.get("info")
-    for place in (record, info if isinstance(info, dict) else {}):
+    for source in (record, info if isinstance(info, dict) else {}):
         for key in _TOOLS:
-            if not is_blank(place.get(key)):
-                return nested_tools(place[key], key)
+            if not is_blank(source.get(key)):
+                return nested_tools(source[key], key)
     return ()
 
 

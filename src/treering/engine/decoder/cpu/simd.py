@@ -55,7 +55,7 @@ def load(typing: Any, array: Any, at: Any) -> Any:
     """Load the vector at index `at`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_place(context, builder, signature, args), align=array.dtype.bitwidth // 8)
+        return builder.load(_pointer(context, builder, signature, args), align=array.dtype.bitwidth // 8)
 
     return Vector(array.dtype)(array, types.intp), generate
 
@@ -65,7 +65,7 @@ def store(typing: Any, array: Any, at: Any, vector: Any) -> Any:
     """Store a vector at index `at`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _place(context, builder, signature, args), align=array.dtype.bitwidth // 8)
+        builder.store(args[2], _pointer(context, builder, signature, args), align=array.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.none(array, types.intp, vector), generate
@@ -88,8 +88,8 @@ def broadcast_from(typing: Any, array: Any, at: Any) -> Any:
     vector = Vector(array.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.gep(_data(context, builder, signature, args), [args[1]])
-        return _broadcast(builder, builder.load(place), vector.lanes)
+        pointer = builder.gep(_data(context, builder, signature, args), [args[1]])
+        return _broadcast(builder, builder.load(pointer), vector.lanes)
 
     return vector(array, types.intp), generate
 
@@ -202,7 +202,7 @@ _LN2 = {32: (0.693359375, -0.00021219444005469058), 64: (0.6931471803691238, 1.9
 _ORDER = {32: 7, 64: 13}
 
 
-def _place(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def _pointer(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     array = signature.args[0]
     vector = ir.VectorType(context.get_value_type(array.dtype), lanes_of(np.dtype(array.dtype.name)))
     return builder.bitcast(builder.gep(_data(context, builder, signature, args), [args[1]]), vector.as_pointer())

@@ -60,8 +60,8 @@ def plan_tables(batch: TokenBatch, num_groups: int) -> PassTables:
     rows = next((rows for rows in ROWS_OF_TILES if rows // num_groups >= lengths.max(initial=1)), ROWS_OF_TILES[-1])
     most = rows // num_groups
     num_tiles = -(-lengths // most)
-    place = np.arange(num_tiles.sum()) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-    first = np.repeat(starts, num_tiles) + place * most
+    tile_of_row = np.arange(num_tiles.sum()) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    first = np.repeat(starts, num_tiles) + tile_of_row * most
     offset = np.where(batch.tree_bits != 0, batch.tree_start - batch.own_start, 0)
     num_read = np.maximum(batch.num_own, np.where(batch.tree_bits != 0, offset + _length(batch.tree_bits), 0))
     tiles = [

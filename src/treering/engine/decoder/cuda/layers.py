@@ -108,13 +108,13 @@ def rotate_kernel(
         slot = tl.load(table_ptr + address // PAGE).to(tl.int64) * PAGE + address % PAGE
         is_key = head < HEADS + KEY_HEADS
         key_head = tl.where(is_key, head - HEADS, head - HEADS - KEY_HEADS).to(tl.int64)
-        place = (key_head * num_slots + slot) * HEAD_SIZE + column
+        cell = (key_head * num_slots + slot) * HEAD_SIZE + column
         # Broadcast to all columns: some versions of the interpreter ignore a scalar mask.
         of_keys = head + 0 * column < HEADS + KEY_HEADS
-        tl.store(keys_ptr + place, first, mask=is_column & of_keys)
-        tl.store(keys_ptr + place + HALF, second, mask=is_column & of_keys)
-        tl.store(values_ptr + place, first, mask=is_column & ~of_keys)
-        tl.store(values_ptr + place + HALF, second, mask=is_column & ~of_keys)
+        tl.store(keys_ptr + cell, first, mask=is_column & of_keys)
+        tl.store(keys_ptr + cell + HALF, second, mask=is_column & of_keys)
+        tl.store(values_ptr + cell, first, mask=is_column & ~of_keys)
+        tl.store(values_ptr + cell + HALF, second, mask=is_column & ~of_keys)
 
 
 @triton.jit
@@ -312,16 +312,16 @@ def attend_kernel(
         slot = _slots(page, _addresses(at + KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE), PAGE)
         address = _addresses(at + 2 * KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE)
         page = _pages(table_ptr, address, at + 2 * KEY_TILE, end, KEY_TILE, PAGE)
-    place = (part * num_tokens + token) * (GROUPS * KEY_HEADS) + query_head
+    cell = (part * num_tokens + token) * (GROUPS * KEY_HEADS) + query_head
     has_seen = total > 0.0
     out = out / tl.where(has_seen, total, 1.0)[:, None]
-    lines = (place * HEAD_SIZE)[:, None] + column[None, :]
+    lines = (cell * HEAD_SIZE)[:, None] + column[None, :]
     if WHOLE:
         tl.store(out_ptr + lines, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
         return
     tl.store(parts_ptr + lines, out, mask=is_row[:, None] & is_column[None, :])
     lse = tl.where(has_seen, peak + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
-    tl.store(lse_ptr + place, lse, mask=is_row)
+    tl.store(lse_ptr + cell, lse, mask=is_row)
 
 
 def attend(
@@ -392,11 +392,11 @@ def add_parts_kernel(
     num_seen = tl.load(tokens_ptr + 3 * num_tokens + token) | tl.load(tokens_ptr + 5 * num_tokens + token)
     # Broadcast to all parts: some versions of the interpreter ignore a scalar mask.
     is_token = num_seen + 0 * part != 0
-    place = (part * num_tokens + token) * HEADS + head
-    lse = tl.load(lse_ptr + place, mask=is_token, other=0.0)
+    cell = (part * num_tokens + token) * HEADS + head
+    lse = tl.load(lse_ptr + cell, mask=is_token, other=0.0)
     weight = tl.exp2(lse - tl.max(lse, 0))
     seen = ((lse > float("-inf")) & is_token)[:, None] & (column < HEAD_SIZE)[None, :]
-    out = tl.load(parts_ptr + (place * HEAD_SIZE)[:, None] + column[None, :], mask=seen, other=0.0)
+    out = tl.load(parts_ptr + (cell * HEAD_SIZE)[:, None] + column[None, :], mask=seen, other=0.0)
     out = tl.sum(out * weight[:, None], 0) / tl.sum(weight, 0)
     line = out_ptr + (token * HEADS + head) * HEAD_SIZE + column
     tl.store(line, out.to(out_ptr.dtype.element_ty), mask=column < HEAD_SIZE)

@@ -73,8 +73,8 @@ class PageAllocator:
             self._cached.pop(page, None)
             self._num_readers[page] += 1
         pages = known + [self._allocate_page() for _ in range(num_new)]
-        for place in range(len(known), tokens.size // PAGE_SLOTS):
-            page, key = pages[place], _page_key(pages, tokens, place)
+        for index in range(len(known), tokens.size // PAGE_SLOTS):
+            page, key = pages[index], _page_key(pages, tokens, index)
             self._keys[page], self._by_key[key] = key, page
         return pages
 
@@ -101,8 +101,8 @@ class PageAllocator:
 
     def set_computed(self, pages: Sequence[int], num_tokens: int) -> None:
         """Mark the first `num_tokens` of these pages as computed, at the latest when anything reads them."""
-        for place, page in enumerate(pages[: -(-num_tokens // PAGE_SLOTS)]):
-            there = min(num_tokens - place * PAGE_SLOTS, PAGE_SLOTS)
+        for index, page in enumerate(pages[: -(-num_tokens // PAGE_SLOTS)]):
+            there = min(num_tokens - index * PAGE_SLOTS, PAGE_SLOTS)
             self._num_computed[page] = max(self._num_computed[page], there)
 
     def invalidate(self) -> None:
@@ -111,8 +111,8 @@ class PageAllocator:
 
     def _shared_prefix(self, tokens: TokenIds) -> list[int]:
         pages: list[int] = []
-        for place in range(tokens.size // PAGE_SLOTS):
-            page = self._by_key.get(_page_key(pages, tokens, place))
+        for index in range(tokens.size // PAGE_SLOTS):
+            page = self._by_key.get(_page_key(pages, tokens, index))
             if page is None:
                 break
             pages.append(page)
@@ -133,9 +133,9 @@ class PageAllocator:
         self._free.append(page)
 
 
-def _page_key(pages: Sequence[int], tokens: TokenIds, place: int) -> _PageKey:
-    before = pages[place - 1] if place else _ROOT
-    return before, np.ascontiguousarray(tokens[place * PAGE_SLOTS : (place + 1) * PAGE_SLOTS], np.int32).tobytes()
+def _page_key(pages: Sequence[int], tokens: TokenIds, index: int) -> _PageKey:
+    before = pages[index - 1] if index else _ROOT
+    return before, np.ascontiguousarray(tokens[index * PAGE_SLOTS : (index + 1) * PAGE_SLOTS], np.int32).tobytes()
 
 
 class PagedAllocator(KVAllocator):

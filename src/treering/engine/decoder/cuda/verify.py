@@ -81,11 +81,11 @@ def gumbel_max_kernel(
     score = tl.where(is_token, weight / -tl.log(uniform), -1.0)
     best = tl.max(score, 0)
     winner = tl.min(tl.where(score == best, token, VOCABULARY), 0)
-    place = wanted * num_tiles + tile
-    tl.store(peaks_ptr + place, peak)
-    tl.store(totals_ptr + place, tl.sum(tl.where(is_token, weight, 0.0), 0))
-    tl.store(bests_ptr + place, best)
-    tl.store(winners_ptr + place, winner)
+    cell = wanted * num_tiles + tile
+    tl.store(peaks_ptr + cell, peak)
+    tl.store(totals_ptr + cell, tl.sum(tl.where(is_token, weight, 0.0), 0))
+    tl.store(bests_ptr + cell, best)
+    tl.store(winners_ptr + cell, winner)
 
 
 @triton.jit
@@ -107,16 +107,16 @@ def reduce_tiles_kernel(
     wanted = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, PADDED)
     is_tile = tile < num_tiles
-    place = wanted * num_tiles + tile
-    peaks = tl.load(peaks_ptr + place, mask=is_tile, other=float("-inf"))
+    cell = wanted * num_tiles + tile
+    peaks = tl.load(peaks_ptr + cell, mask=is_tile, other=float("-inf"))
     peak = tl.max(peaks, 0)
     is_bad = (peak == float("inf")) | (peak == float("-inf"))
     is_finite = is_tile & (peaks > float("-inf")) & (peaks < float("inf"))
     temperature = tl.load(temperature_ptr + wanted)
     shift = tl.where(is_bad, 0.0, peak)
     factor = tl.where(is_finite, tl.exp((tl.where(is_finite, peaks, shift) - shift) / temperature), 0.0)
-    total = tl.sum(tl.load(totals_ptr + place, mask=is_tile, other=0.0) * factor, 0)
-    score = tl.where(is_tile, tl.load(bests_ptr + place, mask=is_tile, other=0.0) * factor, -1.0)
+    total = tl.sum(tl.load(totals_ptr + cell, mask=is_tile, other=0.0) * factor, 0)
+    score = tl.where(is_tile, tl.load(bests_ptr + cell, mask=is_tile, other=0.0) * factor, -1.0)
     first = tl.min(tl.where(score == tl.max(score, 0), tile, PADDED), 0)
     token = tl.load(winners_ptr + wanted * num_tiles + tl.minimum(first, num_tiles - 1))
     logit = tl.load(logits_ptr + wanted * VOCABULARY + token).to(tl.float64)
@@ -201,15 +201,15 @@ def walk_kernel(
     is_good = tl.full([], 1, tl.int32)
     is_on = tl.full([], 1, tl.int32)
     while is_on != 0:
-        place = first_wanted + 1 + at
-        token = tl.load(tokens_ptr + place)
+        cell = first_wanted + 1 + at
+        token = tl.load(tokens_ptr + cell)
         child = tl.min(tl.where(is_draft & (parents == at) & (drafted == token), number, MOST), 0)
         is_on = tl.where(child < MOST, 1, 0)
         following = tl.where(child < MOST, child, -1)
         out = line + 1 + 4 * count
         tl.store(out, token.to(tl.float64))
-        tl.store(out + 1, tl.load(logprobs_ptr + place))
-        tl.store(out + 2, tl.load(policy_ptr + place))
+        tl.store(out + 1, tl.load(logprobs_ptr + cell))
+        tl.store(out + 2, tl.load(policy_ptr + cell))
         tl.store(out + 3, following.to(tl.float64))
         is_good = tl.where(token < 0, 0, is_good)
         at = following
