@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from tests.compiling import compile_for_hopper
-from treering.attention import Form
+from treering.attention import ScoreOptions
 from treering.attention import triton_launch as launch
 from treering.attention.triton_kernels import (
     add_slots_kernel,
@@ -28,7 +28,7 @@ INDEXES = ("first_ptr", "stop_ptr", "limit_ptr", "position_ptr", "items_ptr", "v
 WIDE = ("lse_ptr", "delta_ptr", "sinks_ptr", "slots_ptr")
 HEADS = ((80, torch.float16), (256, torch.bfloat16), (128, torch.float32))
 """Heads of each choice of tiles; those of 128 in 16 bits have the tiles of 80."""
-EVERYTHING = Form(scale=0.1, window=100, softcap=50.0)
+EVERYTHING = ScoreOptions(scale=0.1, window=100, softcap=50.0)
 
 
 def compile_kernel(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], options: dict[str, int]) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treering.attention import Backend, Form, TreeLayout, attend
+from treering.attention import Backend, ScoreOptions, TreeLayout, attend
 from treering.attention.gateway import Gateway
 from treering.attention.layout import Ancestor
 from treering.tree.forest import Forest
@@ -56,7 +56,7 @@ def assert_close(
 
 
 def in_partitions(
-    inputs: Inputs, tree: Forest, partitions: tuple[Partition, ...], backend: Backend, form: Form
+    inputs: Inputs, tree: Forest, partitions: tuple[Partition, ...], backend: Backend, options: ScoreOptions
 ) -> Tensor:
     """Run a tree's partitions one by one and backward from the last with `loss_of`; return the outputs."""
     layouts: list[TreeLayout] = []
@@ -73,7 +73,7 @@ def in_partitions(
         layout = TreeLayout(take_fragment(tree, part.tokens), device, ancestors=tuple(ancestors), gateway=Gateway())
         rows = torch.from_numpy(part.tokens.astype(np.int64)).to(device)
         outs.append(
-            (attend(*(x[:, :, rows] for x in inputs), layout=layout, form=form, backend=backend, layer=3), rows)
+            (attend(*(x[:, :, rows] for x in inputs), layout=layout, options=options, backend=backend, layer=3), rows)
         )
         layouts.append(layout)
     for out, rows in reversed(outs):
@@ -102,16 +102,16 @@ def assert_partitions_equal_the_tree(
     tree: Forest,
     partitions: tuple[Partition, ...],
     backend: Backend,
-    form: Form,
+    options: ScoreOptions,
     tolerance: float = 1e-12,
 ) -> None:
     """Compare outputs and, if inputs require them, gradients with the float64 reference."""
     exact = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in inputs]
     layout = TreeLayout(tree, inputs[0].device)
-    wanted = attend(*exact, layout=layout, form=form, backend="reference")
+    wanted = attend(*exact, layout=layout, options=options, backend="reference")
     if wanted.requires_grad:
         loss_of(wanted, torch.arange(tree.num_tokens, device=layout.device)).backward()  # type: ignore[no-untyped-call]
-    out = in_partitions(inputs, tree, partitions, backend, form)
+    out = in_partitions(inputs, tree, partitions, backend, options)
     got = [out, *take_gradients(inputs)]
     assert_close(got, [wanted.detach(), *take_gradients(exact)], tolerance, inputs[0].dtype)
 

@@ -14,7 +14,7 @@ from tests.attention.given import CPU, assert_partitions_equal_the_tree, random_
 from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, sequence_sets
 from tests.partitions import random_partitions
-from treering.attention import Backend, Form, TreeLayout, triton, triton_tables
+from treering.attention import Backend, ScoreOptions, TreeLayout, triton, triton_tables
 from treering.attention.gateway import Gateway, KeysValues
 from treering.attention.layout import Ancestor, join
 from treering.attention.rectangles import MAX_STEP_ENTRIES, AttentionCall, Visibility, ancestor_calls
@@ -33,9 +33,9 @@ def test_gradients_through_gateways_equal_those_of_the_whole_tree(
     backend: Backend, sequences: list[list[int]], seed: int, size: int, window: int | None
 ) -> None:
     tree = Forest.from_sequences(sequences).trees()[0]
-    form = Form(scale=0.3, window=window)
+    options = ScoreOptions(scale=0.3, window=window)
     inputs = random_inputs(tree.num_tokens, size=8)
-    assert_partitions_equal_the_tree(inputs, tree, random_partitions(tree, seed, size), backend, form)
+    assert_partitions_equal_the_tree(inputs, tree, random_partitions(tree, seed, size), backend, options)
 
 
 @pytest.mark.parametrize("window", [None, 30])
@@ -43,7 +43,7 @@ def test_gradients_through_gateways_equal_those_of_the_whole_tree(
 def test_every_shape_is_exact_through_gateways(shape: str, window: int | None) -> None:
     tree = max(Forest.from_sequences(SHAPES[shape]).trees(), key=lambda tree: tree.num_tokens)
     inputs, partitions = random_inputs(tree.num_tokens, size=8), random_partitions(tree, 0, 60, cut=0.02)
-    assert_partitions_equal_the_tree(inputs, tree, partitions, "segments", Form(scale=0.3, window=window))
+    assert_partitions_equal_the_tree(inputs, tree, partitions, "segments", ScoreOptions(scale=0.3, window=window))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_backends_that_join_keys_are_exact_through_gateways(
     # Torch has no gradients of flex on CPU.
     inputs = [tensor.requires_grad_(backend != "flex") for tensor in random_inputs(tree.num_tokens, (2, 1), size=8)]
     partitions = random_partitions(tree, 1, size, cut)
-    assert_partitions_equal_the_tree(inputs, tree, partitions, backend, Form(scale=0.3, window=window))
+    assert_partitions_equal_the_tree(inputs, tree, partitions, backend, ScoreOptions(scale=0.3, window=window))
 
 
 @given(

@@ -14,21 +14,21 @@ from tests.attention.given import layout_of
 from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.largest_tensor import LargestTensor
-from treering.attention import Form, TreeLayout, attend
+from treering.attention import ScoreOptions, TreeLayout, attend
 from treering.attention.segments import Plain, segment_attention
 from treering.errors import ConfigError, InputError, StateError
 
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE = 4, 2, 8
 SCALE = 0.3
-FORM = Form(scale=SCALE)
-FORMS = {
-    "plain": FORM,
-    "window of 1": Form(scale=SCALE, window=1),
-    "window of 3": Form(scale=SCALE, window=3),
-    "window of 20": Form(scale=SCALE, window=20),
-    "window of 47": Form(scale=SCALE, window=47),
-    "softcap": Form(scale=SCALE, softcap=0.7),
-    "window and softcap": Form(scale=SCALE, window=5, softcap=0.7),
+DEFAULT = ScoreOptions(scale=SCALE)
+OPTIONS = {
+    "plain": DEFAULT,
+    "window of 1": ScoreOptions(scale=SCALE, window=1),
+    "window of 3": ScoreOptions(scale=SCALE, window=3),
+    "window of 20": ScoreOptions(scale=SCALE, window=20),
+    "window of 47": ScoreOptions(scale=SCALE, window=47),
+    "softcap": ScoreOptions(scale=SCALE, softcap=0.7),
+    "window and softcap": ScoreOptions(scale=SCALE, window=5, softcap=0.7),
 }
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 
@@ -42,28 +42,33 @@ class Attention(Protocol):
         key: Tensor,
         value: Tensor,
         layout: TreeLayout,
-        form: Form = ...,
+        options: ScoreOptions = ...,
         sinks: Tensor | None = ...,
     ) -> Tensor: ...
 
 
 def by_path(
-    query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, form: Form = FORM, sinks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: TreeLayout,
+    options: ScoreOptions = DEFAULT,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Specify each token's softmax over at most a window of keys, found by walking up its parents."""
     forest = layout.forest
     rows = []
     for token in range(forest.num_tokens):
         path, at = [], token
-        while at >= 0 and (form.window is None or len(path) < form.window):
+        while at >= 0 and (options.window is None or len(path) < options.window):
             path.append(at)
             at = int(forest.parent[at])
         heads = []
         for head in range(NUM_HEADS):
             group = head // (NUM_HEADS // NUM_KEY_HEADS)
-            scores = key[0, group, path] @ query[0, head, token] * form.scale
-            if form.softcap is not None:
-                scores = form.softcap * (scores / form.softcap).tanh()
+            scores = key[0, group, path] @ query[0, head, token] * options.scale
+            if options.softcap is not None:
+                scores = options.softcap * (scores / options.softcap).tanh()
             total = scores.exp().sum() + (0.0 if sinks is None else sinks[head].exp())
             heads.append(scores.exp() / total @ value[0, group, path])
         rows.append(torch.stack(heads))
@@ -72,20 +77,25 @@ def by_path(
 
 def backend(name: str) -> Attention:
     def run(
-        q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, form: Form = FORM, sinks: Tensor | None = None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: TreeLayout,
+        options: ScoreOptions = DEFAULT,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return attend(q, k, v, layout=layout, form=form, sinks=sinks, backend=name)  # type: ignore[arg-type]
+        return attend(q, k, v, layout=layout, options=options, sinks=sinks, backend=name)  # type: ignore[arg-type]
 
     return run
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, form: Form = FORM, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, options: ScoreOptions = DEFAULT, sinks: Tensor | None = None
 ) -> Tensor:
     # Backward reuses the kernel that forward chose.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treering.attention.segments.choose_kernel", lambda tensor, form: Plain(form.softcap))
-        return segment_attention(q, k, v, layout=layout, form=form, sinks=sinks)
+        patch.setattr("treering.attention.segments.choose_kernel", lambda tensor, options: Plain(options.softcap))
+        return segment_attention(q, k, v, layout=layout, options=options, sinks=sinks)
 
 
 IMPLEMENTATIONS: dict[str, Attention] = {
@@ -104,31 +114,31 @@ def assert_equal_with_gradients(
     expected: Attention,
     layout: TreeLayout,
     tolerance: float,
-    form: Form = FORM,
+    options: ScoreOptions = DEFAULT,
     sinks: Tensor | None = None,
 ) -> None:
     inputs = random_inputs(layout.forest.num_tokens)
     sinks = None if sinks is None else sinks.clone().requires_grad_()
-    ways = (given.results(run, inputs, sinks, layout=layout, form=form) for run in (actual, expected))
+    ways = (given.results(run, inputs, sinks, layout=layout, options=options) for run in (actual, expected))
     given.assert_close(*ways, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", OPTIONS)
 @drawn(sequences=sequence_sets(max_sequences=5, max_extra=30), with_sinks=st.booleans())
 @settings(max_examples=15)
-def test_every_form_equals_softmax_along_each_path(
-    name: str, form: str, sequences: list[list[int]], with_sinks: bool
+def test_each_option_equals_softmax_along_each_path(
+    name: str, options: str, sequences: list[list[int]], with_sinks: bool
 ) -> None:
     sinks = SINKS if with_sinks else None
-    assert_equal_with_gradients(IMPLEMENTATIONS[name], by_path, layout_of(sequences), 1e-12, FORMS[form], sinks)
+    assert_equal_with_gradients(IMPLEMENTATIONS[name], by_path, layout_of(sequences), 1e-12, OPTIONS[options], sinks)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_segments_equal_the_reference_in_every_form_on_every_shape(form: str, shape: str) -> None:
+def test_segments_equal_the_reference_in_each_option_on_every_shape(options: str, shape: str) -> None:
     ways = IMPLEMENTATIONS["segments"], IMPLEMENTATIONS["reference"]
-    assert_equal_with_gradients(*ways, layout_of(SHAPES[shape]), 1e-12, FORMS[form], SINKS)
+    assert_equal_with_gradients(*ways, layout_of(SHAPES[shape]), 1e-12, OPTIONS[options], SINKS)
 
 
 @pytest.mark.parametrize("window", [30, 300, 700])
@@ -139,7 +149,7 @@ def test_segments_equal_the_reference_in_every_form_on_every_shape(form: str, sh
 )
 def test_windows_of_deep_and_long_forests_equal_the_reference(sequences: list[list[int]], window: int) -> None:
     ways = IMPLEMENTATIONS["segments"], IMPLEMENTATIONS["reference"]
-    assert_equal_with_gradients(*ways, layout_of(sequences), 1e-12, Form(scale=SCALE, window=window))
+    assert_equal_with_gradients(*ways, layout_of(sequences), 1e-12, ScoreOptions(scale=SCALE, window=window))
 
 
 def test_the_plain_kernel_in_many_row_slices_equals_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +234,11 @@ def test_an_empty_forest_gives_empty_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"window": 0}, "window must be an integer"), ({"softcap": -1.0}, "softcap")]
+    ("wrong", "message"), [({"window": 0}, "window must be an integer"), ({"softcap": -1.0}, "softcap")]
 )
-def test_forms_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Form(scale=SCALE, **options)
+        ScoreOptions(scale=SCALE, **wrong)
 
 
 def test_shapes_that_do_not_belong_together_are_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.attention import fake_flash
 from tests.attention.given import CPU
-from treering.attention import Form, TreeLayout, attend, flash
+from treering.attention import ScoreOptions, TreeLayout, attend, flash
 from treering.attention.dispatch import LAUNCHES
 from treering.attention.flash import FlashTables, blocks_of, check_flash
 from treering.errors import UnsupportedError
@@ -110,7 +110,7 @@ def attend_by_fake(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     layout = TreeLayout(Forest.from_sequences([[1, 2, 3]]), CPU)
     inputs = [torch.ones(1, 2, 3, 16, requires_grad=True) for _ in range(3)]
     monkeypatch.setenv("TREERING_SELF_CHECK", "0")
-    return attend(*inputs, layout=layout, form=Form(scale=0.25), backend="flash")
+    return attend(*inputs, layout=layout, options=ScoreOptions(scale=0.25), backend="flash")
 
 
 def test_eager_layers_pay_for_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_attention_on_a_cpu_is_refused() -> None:
     layout = TreeLayout(Forest.from_sequences([[1, 2, 3]]), CPU)
     inputs = [torch.zeros(1, 2, 3, 16, dtype=torch.bfloat16) for _ in range(3)]
     with pytest.raises(UnsupportedError, match="no CUDA device"):
-        attend(*inputs, layout=layout, form=Form(scale=0.25), backend="flash")
+        attend(*inputs, layout=layout, options=ScoreOptions(scale=0.25), backend="flash")
 
 
 def test_a_fault_of_one_in_a_hundred_launches_is_seen() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.attention import fake_flash
 from tests.attention.given import assert_close, layout_of, random_inputs, results
 from tests.forests import SHAPES, sequence_sets, star
-from treering.attention import Backend, Form, TreeLayout, attend, dispatch
+from treering.attention import Backend, ScoreOptions, TreeLayout, attend, dispatch
 from treering.attention.flash import FlashTables, flash_backward, flash_forward
 
 BOTH: tuple[Backend, ...] = ("flash", "reference")
@@ -28,30 +28,34 @@ def _fresh() -> Iterator[None]:
     dispatch.check_backend.cache_clear()
 
 
-def compare(layout: TreeLayout, inputs: list[Tensor], form: Form, sinks: Tensor | None = None) -> None:
-    ways = (results(partial(attend, backend=name), inputs, sinks, layout=layout, form=form) for name in BOTH)
+def compare(layout: TreeLayout, inputs: list[Tensor], options: ScoreOptions, sinks: Tensor | None = None) -> None:
+    ways = (results(partial(attend, backend=name), inputs, sinks, layout=layout, options=options) for name in BOTH)
     assert_close(*ways, tolerance=1e-11)
 
 
 @pytest.mark.parametrize(
-    ("form", "with_sinks"),
-    [(Form(scale=0.3), True), (Form(scale=0.3, window=9), False), (Form(scale=0.3, window=50, softcap=0.7), True)],
+    ("options", "with_sinks"),
+    [
+        (ScoreOptions(scale=0.3), True),
+        (ScoreOptions(scale=0.3, window=9), False),
+        (ScoreOptions(scale=0.3, window=50, softcap=0.7), True),
+    ],
 )
 @pytest.mark.parametrize("name", ["prefixes of each other", "long segments", "reversed comb", "forest of chains"])
 def test_the_kernels_tables_give_attention_forward_and_backward(
-    name: str, form: Form, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, options: ScoreOptions, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_flash.install(monkeypatch, SMALL)
     layout = layout_of(SHAPES[name])
     sinks = SINKS.clone().requires_grad_() if with_sinks else None
-    compare(layout, random_inputs(layout.forest.num_tokens), form, sinks)
+    compare(layout, random_inputs(layout.forest.num_tokens), options, sinks)
 
 
 @pytest.mark.parametrize("head_size", [128, 256])
 def test_blocks_of_the_kernels_sizes_are_attention(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flash.install(monkeypatch)
     layout = layout_of(star(4, prompt=150, response=70))
-    compare(layout, random_inputs(layout.forest.num_tokens, (2, 1), head_size), Form(scale=0.1, window=160))
+    compare(layout, random_inputs(layout.forest.num_tokens, (2, 1), head_size), ScoreOptions(scale=0.1, window=160))
 
 
 @given(sequences=sequence_sets(), window=st.none() | st.integers(1, 12))
@@ -60,7 +64,7 @@ def test_random_forests_are_attention(sequences: list[list[int]], window: int | 
     with pytest.MonkeyPatch.context() as patch:
         fake_flash.install(patch, (5, 3))
         layout = layout_of(sequences)
-        compare(layout, random_inputs(layout.forest.num_tokens), Form(scale=0.3, window=window))
+        compare(layout, random_inputs(layout.forest.num_tokens), ScoreOptions(scale=0.3, window=window))
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS])

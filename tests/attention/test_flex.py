@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tests.attention.given import layout_of, random_inputs
 from tests.forests import SHAPES, sequence_sets, star
-from treering.attention import Form, TreeLayout, attend, flex
+from treering.attention import ScoreOptions, TreeLayout, attend, flex
 from treering.attention.flex import BLOCK_SIZE, block_mask
 from treering.errors import UnsupportedError
 
@@ -27,12 +27,12 @@ LONG: dict[str, list[list[int]]] = {
 }
 
 
-def assert_flex_equals_the_reference(layout: TreeLayout, form: Form, sinks: Tensor | None = None) -> None:
+def assert_flex_equals_the_reference(layout: TreeLayout, options: ScoreOptions, sinks: Tensor | None = None) -> None:
     inputs = [tensor.detach() for tensor in random_inputs(layout.forest.num_tokens, dtype=torch.float32)]
-    options: dict[str, Any] = {"layout": layout, "form": form, "sinks": sinks}
+    arguments: dict[str, Any] = {"layout": layout, "options": options, "sinks": sinks}
     with torch.no_grad():
-        got = attend(*inputs, backend="flex", **options)
-        wanted = attend(*inputs, backend="reference", **options)
+        got = attend(*inputs, backend="flex", **arguments)
+        wanted = attend(*inputs, backend="reference", **arguments)
     assert got.dtype == wanted.dtype
     # Float32 sums of up to N terms, in another order.
     assert float((got - wanted).norm()) <= 1e-6 * float(wanted.norm())
@@ -69,32 +69,32 @@ def test_no_visible_pair_is_outside_the_blocks_and_full_blocks_hide_none(name: s
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "with_sinks"),
+    ("name", "options", "with_sinks"),
     [
-        ("a block and a token", Form(scale=0.3), True),
-        ("star", Form(scale=0.3, softcap=0.7), True),
-        ("trees", Form(scale=0.3, window=50, softcap=0.7), False),
+        ("a block and a token", ScoreOptions(scale=0.3), True),
+        ("star", ScoreOptions(scale=0.3, softcap=0.7), True),
+        ("trees", ScoreOptions(scale=0.3, window=50, softcap=0.7), False),
     ],
 )
-def test_flex_equals_the_reference(name: str, form: Form, with_sinks: bool) -> None:
+def test_flex_equals_the_reference(name: str, options: ScoreOptions, with_sinks: bool) -> None:
     layout = layout_of(LONG[name])
-    assert_flex_equals_the_reference(layout, form, SINKS if with_sinks else None)
+    assert_flex_equals_the_reference(layout, options, SINKS if with_sinks else None)
 
 
 @given(sequences=sequence_sets(), window=st.one_of(st.none(), st.integers(1, 12)))
 @settings(max_examples=3)
 def test_flex_equals_the_reference_on_random_forests(sequences: list[list[int]], window: int | None) -> None:
     layout = layout_of(sequences)
-    assert_flex_equals_the_reference(layout, Form(scale=0.3, window=window), SINKS)
+    assert_flex_equals_the_reference(layout, ScoreOptions(scale=0.3, window=window), SINKS)
 
 
 def test_a_gradient_on_cpu_is_refused() -> None:
     layout = layout_of([[1, 2, 3]])
     inputs = [tensor.requires_grad_() for tensor in random_inputs(3)]
     with pytest.raises(UnsupportedError, match="no backward on CPU, because torch has none: choose segments"):
-        attend(*inputs, layout=layout, form=Form(scale=0.3), backend="flex")
+        attend(*inputs, layout=layout, options=ScoreOptions(scale=0.3), backend="flex")
     with torch.no_grad():
-        attend(*inputs, layout=layout, form=Form(scale=0.3), backend="flex")
+        attend(*inputs, layout=layout, options=ScoreOptions(scale=0.3), backend="flex")
 
 
 @pytest.mark.slow
@@ -105,9 +105,11 @@ def test_compiled_flex_visits_the_listed_blocks_only_and_equals_the_reference(mo
     # Compile static shapes: with dynamic ones, torch's C++ may name an undefined variable, depending on what was
     # compiled before.
     compile_any = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda call, **options: compile_any(call, **{**options, "dynamic": False}))
+    monkeypatch.setattr(
+        torch, "compile", lambda call, **arguments: compile_any(call, **{**arguments, "dynamic": False})
+    )
     monkeypatch.setattr(flex, "_dense", flex._compiled.__wrapped__())
     # Precompiled headers cost more than they save in one kernel.
     monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
     layout = layout_of(LONG["star"])
-    assert_flex_equals_the_reference(layout, Form(scale=0.3, window=30))
+    assert_flex_equals_the_reference(layout, ScoreOptions(scale=0.3, window=30))

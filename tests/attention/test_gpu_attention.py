@@ -8,7 +8,7 @@ import torch
 
 from tests.attention.given import assert_partitions_equal_the_tree, layout_of, random_inputs, results
 from tests.forests import SHAPES, bushy, comb, star
-from treering.attention import Backend, Form, attend
+from treering.attention import Backend, ScoreOptions, attend
 from treering.attention.flash import flash_version
 from treering.tree.forest import Forest
 from treering.tree.partition import Partition
@@ -23,12 +23,12 @@ pytestmark = [
 CUDA = torch.device("cuda")
 BACKENDS: tuple[Backend, ...] = ("flex", "triton")
 WITH_FLASH: tuple[Backend, ...] = (*BACKENDS, "flash") if flash_version() else BACKENDS
-FORMS = {
-    "plain": Form(scale=0.1),
-    "window of 1": Form(scale=0.1, window=1),
-    "window of 150": Form(scale=0.1, window=150),
-    "softcap": Form(scale=0.1, softcap=2.0),
-    "window and softcap": Form(scale=0.1, window=60, softcap=2.0),
+OPTIONS = {
+    "plain": ScoreOptions(scale=0.1),
+    "window of 1": ScoreOptions(scale=0.1, window=1),
+    "window of 150": ScoreOptions(scale=0.1, window=150),
+    "softcap": ScoreOptions(scale=0.1, softcap=2.0),
+    "window and softcap": ScoreOptions(scale=0.1, window=60, softcap=2.0),
 }
 FORESTS: dict[str, list[list[int]]] = {
     "one token": [[1]],
@@ -43,7 +43,7 @@ FORESTS: dict[str, list[list[int]]] = {
 
 def assert_equal_with_gradients(
     sequences: list[list[int]],
-    form: Form,
+    options: ScoreOptions,
     backend: Backend,
     *,
     dtype: torch.dtype = torch.bfloat16,
@@ -56,8 +56,8 @@ def assert_equal_with_gradients(
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     sinks = torch.linspace(-1, 2, heads[0], device=CUDA).to(dtype).requires_grad_() if with_sinks else None
     exact_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
-    got = results(partial(attend, backend=backend), inputs, sinks, layout=layout, form=form)
-    wanted = results(partial(attend, backend="reference"), exact, exact_sinks, layout=layout, form=form)
+    got = results(partial(attend, backend=backend), inputs, sinks, layout=layout, options=options)
+    wanted = results(partial(attend, backend="reference"), exact, exact_sinks, layout=layout, options=options)
     # Weights, gradients of scores and results are each rounded to the dtype once. Products of float32 are three of
     # tf32, whose dropped terms are of the order of 2^-22.
     tolerance = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
@@ -69,19 +69,19 @@ def assert_equal_with_gradients(
 @pytest.mark.parametrize("backend", WITH_FLASH)
 @pytest.mark.parametrize("name", FORESTS)
 def test_every_shape_equals_the_reference(name: str, backend: Backend) -> None:
-    assert_equal_with_gradients(FORESTS[name], FORMS["plain"], backend)
+    assert_equal_with_gradients(FORESTS[name], OPTIONS["plain"], backend)
 
 
 @pytest.mark.parametrize("backend", WITH_FLASH)
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_with_sinks_equals_the_reference(form: str, backend: Backend) -> None:
-    assert_equal_with_gradients(FORESTS["prompt and responses"], FORMS[form], backend, with_sinks=True)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_each_option_with_sinks_equals_the_reference(options: str, backend: Backend) -> None:
+    assert_equal_with_gradients(FORESTS["prompt and responses"], OPTIONS[options], backend, with_sinks=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 256])
 def test_head_sizes_equal_the_reference(size: int, dtype: torch.dtype) -> None:
-    assert_equal_with_gradients(FORESTS["bushy"], FORMS["plain"], "triton", dtype=dtype, size=size)
+    assert_equal_with_gradients(FORESTS["bushy"], OPTIONS["plain"], "triton", dtype=dtype, size=size)
 
 
 @pytest.mark.skipif(flash_version() is None, reason="needs flash-attn-4")
@@ -91,25 +91,25 @@ def test_head_sizes_of_flash_equal_the_reference(size: int, dtype: torch.dtype) 
     largest = 256 if torch.cuda.get_device_capability()[0] == 9 else 128
     if size > largest:
         pytest.skip(f"the kernels of this device take heads of at most {largest}")
-    assert_equal_with_gradients(FORESTS["bushy"], FORMS["window and softcap"], "flash", dtype=dtype, size=size)
+    assert_equal_with_gradients(FORESTS["bushy"], OPTIONS["window and softcap"], "flash", dtype=dtype, size=size)
 
 
 @pytest.mark.parametrize("size", [64, 128])
 def test_float32_equals_the_reference(size: int) -> None:
-    assert_equal_with_gradients(FORESTS["bushy"], FORMS["plain"], "triton", dtype=torch.float32, size=size)
+    assert_equal_with_gradients(FORESTS["bushy"], OPTIONS["plain"], "triton", dtype=torch.float32, size=size)
 
 
 @pytest.mark.parametrize("backend", [name for name in WITH_FLASH if name != "flex"])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2)])
 def test_query_heads_share_key_heads(heads: tuple[int, int], backend: Backend) -> None:
-    assert_equal_with_gradients(FORESTS["star"], FORMS["plain"], backend, heads=heads)
+    assert_equal_with_gradients(FORESTS["star"], OPTIONS["plain"], backend, heads=heads)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_triton_gradients_are_the_same_bits_every_time(deterministic: bool) -> None:
     layout = layout_of([[0] * 600 + [1 + i] * 200 for i in range(40)], CUDA)
     inputs = random_inputs(layout.forest.num_tokens, (8, 2), 128, torch.bfloat16, CUDA)
-    run = partial(attend, layout=layout, form=FORMS["plain"], backend="triton")
+    run = partial(attend, layout=layout, options=OPTIONS["plain"], backend="triton")
     torch.use_deterministic_algorithms(deterministic)
     try:
         first, second = (results(run, inputs, None) for _ in range(2))
@@ -128,4 +128,4 @@ def test_gradients_through_gateways_equal_those_of_the_whole_tree(backend: Backe
     # In 16 bits the children's gradients are rounded once more.
     tolerance = 1e-5 if dtype == torch.float32 else 6 * torch.finfo(dtype).eps
     inputs = random_inputs(tree.num_tokens, (4, 2), 64, dtype, CUDA)
-    assert_partitions_equal_the_tree(inputs, tree, parts, backend, Form(scale=0.1, window=window), tolerance)
+    assert_partitions_equal_the_tree(inputs, tree, parts, backend, ScoreOptions(scale=0.1, window=window), tolerance)

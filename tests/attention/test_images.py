@@ -6,7 +6,7 @@ import torch
 
 from tests.attention.given import results
 from tests.tree.test_partition import tree_of_images
-from treering.attention import Form, TreeLayout
+from treering.attention import ScoreOptions, TreeLayout
 from treering.attention.dispatch import attend
 from treering.attention.rectangles import forest_calls
 from treering.data.image import ImageData, PlacedImage
@@ -75,7 +75,9 @@ def test_backends_agree_with_the_reference(backend: str, window: int | None) -> 
     def run(name: str) -> list[torch.Tensor]:
         leaves = [one.clone().requires_grad_(backend != "flex") for one in given]
         layout = TreeLayout(forest, torch.device("cpu"), sees_whole_images=True)
-        return results(attend, leaves, None, layout=layout, form=Form(scale=0.3, window=window), backend=name)
+        return results(
+            attend, leaves, None, layout=layout, options=ScoreOptions(scale=0.3, window=window), backend=name
+        )
 
     for mine, wanted in zip(run(backend), run("reference"), strict=True):
         assert torch.allclose(mine, wanted, rtol=0, atol=(1e-9 if dtype == torch.float64 else 1e-4))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from treering.attention import AttentionShape, Form, TreeLayout, attend, dispatch
+from treering.attention import AttentionShape, ScoreOptions, TreeLayout, attend, dispatch
 from treering.attention.dispatch import OFF_SWITCH, check_backend, reference_attention, verify
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
@@ -75,15 +75,15 @@ def not_a_number(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> T
 
 
 @pytest.mark.parametrize(
-    ("dtype", "form"),
+    ("dtype", "options"),
     [
         *((dtype, {}) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
         (torch.float32, {"has_window": True, "softcap": 5.0, "has_sinks": True}),
     ],
 )
 @pytest.mark.parametrize("backend", ["segments", "flex"])
-def test_backends_of_a_cpu_pass(backend: Any, dtype: torch.dtype, form: dict[str, Any]) -> None:
-    found = check_backend(backend, SHAPE._replace(dtype=dtype, **form))
+def test_backends_of_a_cpu_pass(backend: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    found = check_backend(backend, SHAPE._replace(dtype=dtype, **options))
     assert found.has_passed
     assert found.has_gradients == (backend != "flex")
 
@@ -119,8 +119,8 @@ def test_attend_refuses_before_it_computes(run_as: Callable[..., None]) -> None:
     layout = TreeLayout(Forest.from_sequences([[1, 2, 3]]), torch.device("cpu"))
     inputs = [torch.zeros(1, heads, 3, 16) for heads in (4, 2, 2)]
     with pytest.raises(UnsupportedError, match="segments backend is off"):
-        attend(*inputs, layout=layout, form=Form(scale=0.25))
-    attend(*inputs, layout=layout, form=Form(scale=0.25), backend="reference")
+        attend(*inputs, layout=layout, options=ScoreOptions(scale=0.25))
+    attend(*inputs, layout=layout, options=ScoreOptions(scale=0.25), backend="reference")
 
 
 def test_the_off_switch_leaves_the_check_out(run_as: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

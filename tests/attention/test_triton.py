@@ -18,7 +18,7 @@ from tests.attention.given import (
 )
 from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.partitions import random_partitions
-from treering.attention import Form
+from treering.attention import ScoreOptions
 from treering.attention import triton as backend
 from treering.attention import triton_tables as tables
 from treering.attention.dispatch import OFF_SWITCH, reference_attention
@@ -35,10 +35,10 @@ pytestmark = pytest.mark.skipif(
 
 SMALL = Tiles(forward=TileSize(16, 16), query_gradient=TileSize(16, 16), key_gradient=TileSize(16, 16))
 UNEVEN = Tiles(forward=TileSize(32, 16), query_gradient=TileSize(16, 32), key_gradient=TileSize(16, 32))
-FORMS = {
-    "plain": Form(scale=0.3),
-    "window of 20": Form(scale=0.3, window=20),
-    "window and softcap": Form(scale=0.3, window=9, softcap=0.7),
+OPTIONS = {
+    "plain": ScoreOptions(scale=0.3),
+    "window of 20": ScoreOptions(scale=0.3, window=20),
+    "window and softcap": ScoreOptions(scale=0.3, window=9, softcap=0.7),
 }
 FORESTS: dict[str, list[list[int]]] = {
     "one token": [[1]],
@@ -52,7 +52,7 @@ FORESTS: dict[str, list[list[int]]] = {
 
 def assert_equal_with_gradients(
     sequences: list[list[int]],
-    form: Form,
+    options: ScoreOptions,
     *,
     tiles: Tiles | None = SMALL,
     with_sinks: bool = False,
@@ -63,23 +63,23 @@ def assert_equal_with_gradients(
     inputs = random_inputs(layout.forest.num_tokens, heads, size)
     sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_() if with_sinks else None
     ways = (partial(triton_attention, tiles=tiles), reference_attention)
-    assert_close(*(results(run, inputs, sinks, layout=layout, form=form) for run in ways))
+    assert_close(*(results(run, inputs, sinks, layout=layout, options=options) for run in ways))
 
 
-@given(sequences=sequence_sets(max_sequences=6), form=st.sampled_from(sorted(FORMS)), with_sinks=st.booleans())
+@given(sequences=sequence_sets(max_sequences=6), options=st.sampled_from(sorted(OPTIONS)), with_sinks=st.booleans())
 @settings(max_examples=4)
-def test_random_forests_equal_the_reference(sequences: list[list[int]], form: str, with_sinks: bool) -> None:
-    assert_equal_with_gradients(sequences, FORMS[form], with_sinks=with_sinks)
+def test_random_forests_equal_the_reference(sequences: list[list[int]], options: str, with_sinks: bool) -> None:
+    assert_equal_with_gradients(sequences, OPTIONS[options], with_sinks=with_sinks)
 
 
 @pytest.mark.parametrize("name", FORESTS)
 def test_every_shape_equals_the_reference(name: str) -> None:
-    assert_equal_with_gradients(FORESTS[name], FORMS["plain"])
+    assert_equal_with_gradients(FORESTS[name], OPTIONS["plain"])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_equals_the_reference_with_sinks(form: str) -> None:
-    assert_equal_with_gradients(FORESTS["prompt and responses"], FORMS[form], with_sinks=True)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_each_option_equals_the_reference_with_sinks(options: str) -> None:
+    assert_equal_with_gradients(FORESTS["prompt and responses"], OPTIONS[options], with_sinks=True)
 
 
 @pytest.fixture
@@ -96,13 +96,13 @@ def test_however_the_work_is_cut_the_result_is_the_same(
     name: str, tiles: Tiles | None, min_tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "MIN_TILES", min_tiles)
-    assert_equal_with_gradients(FORESTS[name], FORMS["window of 20"], tiles=tiles, with_sinks=True)
+    assert_equal_with_gradients(FORESTS[name], OPTIONS["window of 20"], tiles=tiles, with_sinks=True)
 
 
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 16), ((2, 1), 20), ((2, 1), 96)])
 def test_query_heads_share_key_heads_and_any_head_size_is_padded(heads: tuple[int, int], size: int) -> None:
-    assert_equal_with_gradients([[0] * 17 + [1] * 9, [0] * 17 + [2] * 9], FORMS["plain"], heads=heads, size=size)
+    assert_equal_with_gradients([[0] * 17 + [1] * 9, [0] * 17 + [2] * 9], OPTIONS["plain"], heads=heads, size=size)
 
 
 def test_gradients_go_into_gateways_wider_than_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_gradients_go_into_gateways_wider_than_bfloat16(monkeypatch: pytest.Monk
     )
     tree = Forest.from_sequences([[0] * 5 + [1] * 3, [0] * 5 + [2] * 3]).trees()[0]
     inputs = random_inputs(tree.num_tokens, dtype=torch.bfloat16)
-    in_partitions(inputs, tree, random_partitions(tree, 0, 4), "triton", FORMS["plain"])
+    in_partitions(inputs, tree, random_partitions(tree, 0, 4), "triton", OPTIONS["plain"])
     assert {grad.dtype for grads in given_back for grad in grads} == {torch.float32}
     assert {tensor.grad.dtype for tensor in inputs if tensor.grad is not None} == {torch.bfloat16}
 
@@ -125,8 +125,11 @@ def test_low_precision_results_are_rounded_once(dtype: torch.dtype) -> None:
     layout = layout_of([[0] * 20 + [1] * 9, [0] * 20 + [2] * 9])
     inputs = random_inputs(layout.forest.num_tokens, (2, 1), dtype=dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    options: dict[str, Any] = {"layout": layout, "form": FORMS["plain"]}
-    ways = (results(triton_attention, inputs, None, **options), results(reference_attention, exact, None, **options))
+    arguments: dict[str, Any] = {"layout": layout, "options": OPTIONS["plain"]}
+    ways = (
+        results(triton_attention, inputs, None, **arguments),
+        results(reference_attention, exact, None, **arguments),
+    )
     # Half a unit in the last place for the final rounding of each entry, and another for the backward's saved output,
     # amplified at most by the number of keys that a gradient sums over. Float32 adds its own sums' rounding.
     unit = torch.finfo(dtype).eps
@@ -139,8 +142,8 @@ def test_rows_of_any_stride_are_read_and_outputs_run_by_token() -> None:
     layout = layout_of([[0] * 20, [0] * 9 + [1]])
     inputs = random_inputs(layout.forest.num_tokens, (2, 2))
     strided = [tensor.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for tensor in inputs]
-    expected = triton_attention(*inputs, layout=layout, form=FORMS["plain"], tiles=SMALL)
-    out = triton_attention(*strided, layout=layout, form=FORMS["plain"], tiles=SMALL)
+    expected = triton_attention(*inputs, layout=layout, options=OPTIONS["plain"], tiles=SMALL)
+    out = triton_attention(*strided, layout=layout, options=OPTIONS["plain"], tiles=SMALL)
     assert torch.equal(out, expected)
     assert out.transpose(1, 2).is_contiguous()
     grads = torch.autograd.grad(expected.sum(), inputs)
@@ -151,8 +154,8 @@ def test_rows_of_any_stride_are_read_and_outputs_run_by_token() -> None:
 
 def test_a_token_changes_only_its_descendants_bitwise() -> None:
     layout = layout_of(FORESTS["prompt and responses"])
-    options: dict[str, Any] = {"layout": layout, "form": FORMS["plain"], "tiles": SMALL}
-    assert_a_token_changes_only_its_descendants(lambda inputs: triton_attention(*inputs, **options), layout)
+    arguments: dict[str, Any] = {"layout": layout, "options": OPTIONS["plain"], "tiles": SMALL}
+    assert_a_token_changes_only_its_descendants(lambda inputs: triton_attention(*inputs, **arguments), layout)
 
 
 @pytest.mark.parametrize(
@@ -179,4 +182,4 @@ def test_a_missing_triton_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backend, "has_triton", lambda: False)
     layout = layout_of([[1, 2]])
     with pytest.raises(UnsupportedError, match=r"needs triton \(Linux only\): pip install 'triton>=3.6', or"):
-        triton_attention(*random_inputs(2), layout=layout, form=FORMS["plain"])
+        triton_attention(*random_inputs(2), layout=layout, options=OPTIONS["plain"])

@@ -150,7 +150,7 @@ def _checked(
     """Errors of a backend, forward only where it refuses gradients, and a call of it to time."""
 
     def call(leaves: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-        return lambda: attend(*leaves, layout=layout, form=case.form, backend=backend)
+        return lambda: attend(*leaves, layout=layout, options=case.options, backend=backend)
 
     try:
         return check_backend(case, layout, inputs, backend), call(inputs.leaves)

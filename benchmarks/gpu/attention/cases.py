@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu.data import Workload
 from benchmarks.gpu.workloads import chain, deep_tree, forest_of, star
-from treering.attention import Form
+from treering.attention import ScoreOptions
 from treering.tree.forest import Forest
 
 
@@ -36,9 +36,9 @@ class AttentionCase:
     softcap: float | None = None
 
     @property
-    def form(self) -> Form:
+    def options(self) -> ScoreOptions:
         """Scale, window and softcap for `attend`."""
-        return Form(scale=self.heads.head_size**-0.5, window=self.window, softcap=self.softcap)
+        return ScoreOptions(scale=self.heads.head_size**-0.5, window=self.window, softcap=self.softcap)
 
 
 QWEN3_1_7B = HeadShape(name="qwen3-1.7b", num_heads=16, num_kv_heads=8, head_size=128)

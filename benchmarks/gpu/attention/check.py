@@ -69,7 +69,7 @@ def check_backend(
     here = torch.from_numpy(rows).to(inputs.query.device)
     errors: dict[str, float] = {}
     with torch.set_grad_enabled(gradients):
-        got = attend(*inputs.leaves, layout=layout, form=case.form, backend=backend)
+        got = attend(*inputs.leaves, layout=layout, options=case.options, backend=backend)
         expected, sources = _reference_rows(case, inputs, rows, layout)
     errors["out"] = _error(got[:, :, here], expected)
     if gradients:
@@ -98,18 +98,18 @@ def _reference_rows(
     case: AttentionCase, inputs: Inputs, rows: np.ndarray[tuple[int], np.dtype[np.int64]], layout: TreeLayout
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Attention of some rows in float32, [1, H, R, D], and the float32 leaves that it was computed from."""
-    form, ranges = case.form, layout.ranges
+    options, ranges = case.options, layout.ranges
     visible = (ranges.first[None, :] <= rows[:, None]) & (rows[:, None] < ranges.stop[None, :])
-    if form.window is not None:
-        visible &= ranges.position[rows][:, None] - ranges.position[None, :] < form.window
+    if options.window is not None:
+        visible &= ranges.position[rows][:, None] - ranges.position[None, :] < options.window
     mask = torch.from_numpy(visible).to(inputs.query.device)
     sources = tuple(leaf.detach().float().requires_grad_(leaf.requires_grad) for leaf in inputs.leaves)
     query, key, value = sources
     groups = query.shape[1] // key.shape[1]
     keys, values = (heads.repeat_interleave(groups, 1) for heads in (key, value))
-    scores = query[:, :, torch.from_numpy(rows).to(query.device)] @ keys.mT * form.scale
-    if form.softcap is not None:
-        scores = form.softcap * torch.tanh(scores / form.softcap)
+    scores = query[:, :, torch.from_numpy(rows).to(query.device)] @ keys.mT * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ values, sources
 
 

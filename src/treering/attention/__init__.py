@@ -4,6 +4,6 @@
 """
 
 from treering.attention.dispatch import BACKENDS, AttentionShape, Backend, attend, choose_backend
-from treering.attention.layout import Form, TreeLayout
+from treering.attention.layout import ScoreOptions, TreeLayout
 
-__all__ = ["BACKENDS", "AttentionShape", "Backend", "Form", "TreeLayout", "attend", "choose_backend"]
+__all__ = ["BACKENDS", "AttentionShape", "Backend", "ScoreOptions", "TreeLayout", "attend", "choose_backend"]

@@ -23,7 +23,7 @@ from torch import Tensor
 from treering.attention.flash import flash_attention_on_forest
 from treering.attention.flex import flex_attention_on_forest
 from treering.attention.gateway import KeysValues
-from treering.attention.layout import Form, TreeLayout, join_differentiably
+from treering.attention.layout import ScoreOptions, TreeLayout, join_differentiably
 from treering.attention.segments import segment_attention
 from treering.attention.triton import triton_attention
 from treering.errors import ConfigError, InputError, UnsupportedError
@@ -36,7 +36,7 @@ def reference_attention(
     value: Float[Tensor, "1 G N D"],
     *,
     layout: TreeLayout,
-    form: Form,
+    options: ScoreOptions,
     sinks: Float[Tensor, " H"] | None = None,
     layer: int = 0,
 ) -> Float[Tensor, "1 H N D"]:
@@ -48,10 +48,10 @@ def reference_attention(
     groups = query.shape[1] // key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     keys, values = (heads.to(wide).repeat_interleave(groups, 1) for heads in (key, value))
-    scores = query.to(wide) @ keys.mT * form.scale
-    if form.softcap is not None:
-        scores = form.softcap * torch.tanh(scores / form.softcap)
-    scores = scores.masked_fill(~layout.visible(form.window), float("-inf"))
+    scores = query.to(wide) @ keys.mT * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~layout.visible(options.window), float("-inf"))
     if sinks is not None:
         per_row = sinks.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, per_row], -1)
@@ -113,11 +113,11 @@ class AttentionShape(NamedTuple):
     has_sinks: bool = False
 
     @property
-    def form(self) -> Form:
+    def options(self) -> ScoreOptions:
         """Scale, window and softcap of the self-check."""
         # Compiled code depends only on whether there is a window, so any window that cuts every path will do.
         window = self.lengths[-1] - 2 if self.has_window else None
-        return Form(scale=self.head_size**-0.5, window=window, softcap=self.softcap)
+        return ScoreOptions(scale=self.head_size**-0.5, window=window, softcap=self.softcap)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -217,7 +217,7 @@ def _run(backend: Backend, inputs: list[Tensor], layout: TreeLayout, shape: Atte
     query, key, value, upstream, *rest = inputs
     leaves = [tensor.detach().requires_grad_(torch.is_grad_enabled()) for tensor in (query, key, value, *rest)]
     sinks = leaves[3] if shape.has_sinks else None
-    out = implementation(backend)(*leaves[:3], layout=layout, form=shape.form, sinks=sinks)
+    out = implementation(backend)(*leaves[:3], layout=layout, options=shape.options, sinks=sinks)
     if not torch.is_grad_enabled():
         return [out]
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
@@ -263,7 +263,7 @@ def attend(
     value: Float[Tensor, "1 G N D"],
     *,
     layout: TreeLayout,
-    form: Form,
+    options: ScoreOptions,
     sinks: Float[Tensor, " H"] | None = None,
     backend: Backend = "segments",
     layer: int = 0,
@@ -278,7 +278,7 @@ def attend(
         key: [1, G, N, D]; H must be a multiple of G.
         value: [1, G, N, D].
         layout: layout of the forest; row i is its token i.
-        form: scale, sliding window and softcap.
+        options: scale, sliding window and softcap.
         sinks: [H] score of a key without a value that every query of a head sees (gpt-oss); None without sinks.
         backend: implementation to use.
         layer: index of the layer, the key in gateways.
@@ -299,20 +299,20 @@ def attend(
         return query
     # Autocast would round the scores and the running softmax, which backends keep in float32 or wider.
     with torch.autocast(query.device.type, enabled=False):
-        verify(backend, _shape(query, key, form, sinks))
+        verify(backend, _shape(query, key, options, sinks))
         run = implementation(backend)
-        return run(query, key, value, layout=layout, form=form, sinks=sinks, layer=layer)
+        return run(query, key, value, layout=layout, options=options, sinks=sinks, layer=layer)
 
 
-def _shape(query: Tensor, key: Tensor, form: Form, sinks: Tensor | None) -> AttentionShape:
+def _shape(query: Tensor, key: Tensor, options: ScoreOptions, sinks: Tensor | None) -> AttentionShape:
     return AttentionShape(
         num_heads=query.shape[1],
         num_key_heads=key.shape[1],
         head_size=query.shape[3],
         dtype=query.dtype,
         device=query.device,
-        has_window=form.window is not None,
-        softcap=form.softcap,
+        has_window=options.window is not None,
+        softcap=options.softcap,
         has_sinks=sinks is not None,
     )
 
@@ -422,7 +422,7 @@ def _seconds(backend: Backend, shape: AttentionShape) -> float:
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
 
     def run() -> None:
-        out = implementation(backend)(*leaves, layout=layout, form=shape.form)
+        out = implementation(backend)(*leaves, layout=layout, options=shape.options)
         torch.autograd.grad(out, leaves, upstream)
 
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(shape.device.type, enabled=False):

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from treering.arrays import Int64Array
 from treering.attention.blocks import find_block_pairs
 from treering.attention.gateway import KeysValues
-from treering.attention.layout import Form, TreeLayout, join_differentiably, to_device
+from treering.attention.layout import ScoreOptions, TreeLayout, join_differentiably, to_device
 from treering.data.cache.folder import cache_folder
 from treering.errors import UnsupportedError
 from treering.extras import install_hint
@@ -214,7 +214,7 @@ def flash_attention_on_forest(
     value: Float[Tensor, "1 G N D"],
     *,
     layout: TreeLayout,
-    form: Form,
+    options: ScoreOptions,
     sinks: Float[Tensor, " H"] | None = None,
     layer: int = 0,
 ) -> Float[Tensor, "1 H N D"]:
@@ -224,8 +224,8 @@ def flash_attention_on_forest(
         UnsupportedError: see `check_flash`.
     """
     keys = join_differentiably(KeysValues(key, value), layout, layer)
-    tables = _tables(layout, form.window, query.dtype, query.shape[3])
-    return attend_by_tables(query, *keys, sinks, tables, scale=form.scale, softcap=form.softcap)
+    tables = _tables(layout, options.window, query.dtype, query.shape[3])
+    return attend_by_tables(query, *keys, sinks, tables, scale=options.scale, softcap=options.softcap)
 
 
 def attend_by_tables(

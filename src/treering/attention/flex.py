@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from treering.arrays import Int64Array
 from treering.attention.blocks import find_block_pairs
 from treering.attention.gateway import KeysValues
-from treering.attention.layout import Form, TreeLayout, join_differentiably, to_device
+from treering.attention.layout import ScoreOptions, TreeLayout, join_differentiably, to_device
 from treering.errors import UnsupportedError
 from treering.tree.fragment import QueryRanges
 
@@ -40,7 +40,7 @@ def flex_attention_on_forest(
     value: Float[Tensor, "1 G N D"],
     *,
     layout: TreeLayout,
-    form: Form,
+    options: ScoreOptions,
     sinks: Float[Tensor, " H"] | None = None,
     layer: int = 0,
 ) -> Float[Tensor, "1 H N D"]:
@@ -53,7 +53,7 @@ def flex_attention_on_forest(
         key: [1, G, N, D].
         value: [1, G, N, D].
         layout: layout of the forest.
-        form: scale, sliding window and softcap.
+        options: scale, sliding window and softcap.
         sinks: [H], None for none.
         layer: index of the layer.
 
@@ -63,11 +63,11 @@ def flex_attention_on_forest(
     keys = join_differentiably(KeysValues(key, value), layout, layer)
     run: Callable[..., tuple[Tensor, AuxOutput]] = _compiled() if query.device.type == "cuda" else _dense
     _check_differentiable(query, *keys, sinks)
-    window = layout.effective_window(form.window)
+    window = layout.effective_window(options.window)
     mask = layout.once(f"flex mask, window {window}", lambda: block_mask(layout, window))
-    options: dict[str, Any] = {"score_mod": _capping(form.softcap), "block_mask": mask, "scale": form.scale}
-    options |= {"enable_gqa": query.shape[1] != key.shape[1], "return_aux": AuxRequest(lse=sinks is not None)}
-    out, aux = run(query, *keys, **options)
+    arguments: dict[str, Any] = {"score_mod": _capping(options.softcap), "block_mask": mask, "scale": options.scale}
+    arguments |= {"enable_gqa": query.shape[1] != key.shape[1], "return_aux": AuxRequest(lse=sinks is not None)}
+    out, aux = run(query, *keys, **arguments)
     if sinks is None:
         return out
     assert aux.lse is not None
@@ -137,20 +137,20 @@ def _compiled() -> Callable[..., Any]:
     """Compile FlexAttention for any number of tokens. Too many versions raise instead of silently running dense."""
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
-    def run(*tensors: Tensor, **options: Any) -> Any:
+    def run(*tensors: Tensor, **arguments: Any) -> Any:
         # Softcap and scale must be constants: torch cannot lower a symbolic number inside a score modification.
         with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED, specialize_float=True):
-            return compiled(*tensors, **options)
+            return compiled(*tensors, **arguments)
 
     return run
 
 
-def _dense(*tensors: Tensor, **options: Any) -> Any:
+def _dense(*tensors: Tensor, **arguments: Any) -> Any:
     """Run FlexAttention uncompiled; on CPU it refuses tensors that require gradients."""
     dense: Callable[..., Any] = flex_attention
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        return dense(*(tensor.detach() for tensor in tensors), **options)
+        return dense(*(tensor.detach() for tensor in tensors), **arguments)
 
 
 def _check_differentiable(*tensors: Tensor | None) -> None:

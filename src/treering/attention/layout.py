@@ -27,7 +27,7 @@ from treering.types import is_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class ScoreOptions:
     """How scores become weights: softmax over visible keys of `softcap * tanh(scale * q k / softcap)`.
 
     Attributes:

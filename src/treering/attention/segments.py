@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treering.attention.gateway import KeysValues, add_rows
-from treering.attention.layout import Ancestor, Form, TreeLayout
+from treering.attention.layout import Ancestor, ScoreOptions, TreeLayout
 from treering.attention.rectangles import AttentionCall, Visibility
 
 MAX_SCORE_ENTRIES = 2**22
 """The plain kernel splits query rows so that its score matrix has at most this many entries per head."""
 
 
-class Part(NamedTuple):
+class AttentionOutput(NamedTuple):
     """Softmax-weighted values [B, H, Q, D] and the log-sum-exp [B, H, Q] of their scores."""
 
     out: Tensor
@@ -54,12 +54,12 @@ class Rectangle(NamedTuple):
 class FlashCpu:
     """Torch's CPU flash attention: float32, float64, bfloat16; grouped heads without copies."""
 
-    def forward(self, given: Rectangle) -> Part:
+    def forward(self, given: Rectangle) -> AttentionOutput:
         """Compute the attention of the rectangle."""
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return Part(*attention(*given[:3], 0.0, given.causal, attn_mask=given.mask, scale=given.scale))
+        return AttentionOutput(*attention(*given[:3], 0.0, given.causal, attn_mask=given.mask, scale=given.scale))
 
-    def backward(self, given: Rectangle, grad_out: Tensor, whole: Part) -> Gradients:
+    def backward(self, given: Rectangle, grad_out: Tensor, whole: AttentionOutput) -> Gradients:
         """Compute gradients through the rectangle, given the *whole* result (all rectangles merged) of its queries."""
         gradient = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return Gradients(
@@ -74,7 +74,7 @@ class Plain:
         """`softcap`: scores become `softcap * tanh(scores / softcap)`; None leaves them as they are."""
         self._softcap = softcap
 
-    def forward(self, given: Rectangle) -> Part:
+    def forward(self, given: Rectangle) -> AttentionOutput:
         """Compute the attention of the rectangle, one slice of query rows at a time."""
         query, key, value = _widened(given)
         outs, lses = [], []
@@ -83,9 +83,9 @@ class Plain:
             lse = scores.logsumexp(-1)
             outs.append((scores - lse[..., None]).exp() @ value)
             lses.append(lse)
-        return Part(torch.cat(outs, 2).to(given.query.dtype), torch.cat(lses, 2))
+        return AttentionOutput(torch.cat(outs, 2).to(given.query.dtype), torch.cat(lses, 2))
 
-    def backward(self, given: Rectangle, grad_out: Tensor, whole: Part) -> Gradients:
+    def backward(self, given: Rectangle, grad_out: Tensor, whole: AttentionOutput) -> Gradients:
         """Recompute the scores of each slice of query rows, and add up the gradients through the rectangle."""
         query, key, value = _widened(given)
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -108,9 +108,9 @@ class Plain:
         return scores if self._softcap is None else self._softcap * torch.tanh(scores / self._softcap)
 
 
-def choose_kernel(tensor: Tensor, form: Form) -> FlashCpu | Plain:
+def choose_kernel(tensor: Tensor, options: ScoreOptions) -> FlashCpu | Plain:
     """Choose `FlashCpu` for CPU tensors without a softcap (torch's kernel has none), else `Plain`."""
-    return FlashCpu() if tensor.device.type == "cpu" and form.softcap is None else Plain(form.softcap)
+    return FlashCpu() if tensor.device.type == "cpu" and options.softcap is None else Plain(options.softcap)
 
 
 def token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,7 +149,7 @@ def segment_attention(
     value: Float[Tensor, "1 G N D"],
     *,
     layout: TreeLayout,
-    form: Form,
+    options: ScoreOptions,
     sinks: Float[Tensor, " H"] | None = None,
     layer: int = 0,
 ) -> Float[Tensor, "1 H N D"]:
@@ -160,7 +160,7 @@ def segment_attention(
     path. Keys of ancestor partitions are more rectangles, read from their gateways. A sink is one more key with its own
     score and no value: it is added to the log-sum-exp after all rectangles.
     """
-    run = _SegmentRun(layout, form, layer, choose_kernel(query, form))
+    run = _SegmentRun(layout, options, layer, choose_kernel(query, options))
     return _SegmentAttention.apply(query, key, value, sinks, run)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -168,7 +168,7 @@ class _SegmentRun(NamedTuple):
     """Arguments of one layer's attention other than tensors."""
 
     layout: TreeLayout
-    form: Form
+    options: ScoreOptions
     layer: int
     kernel: FlashCpu | Plain
 
@@ -197,7 +197,9 @@ class _SegmentAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         run: _SegmentRun = ctx.run
-        grad_query, grad_own = _attend_backward(grad_outputs[0], query, KeysValues(key, value), Part(out, lse), run)
+        grad_query, grad_own = _attend_backward(
+            grad_outputs[0], query, KeysValues(key, value), AttentionOutput(out, lse), run
+        )
         below = None if run.layout.gateway is None else run.layout.gateway.take_gradient(run.layer)
         if below is not None:
             grad_own = KeysValues(*(mine + theirs for mine, theirs in zip(grad_own, below, strict=True)))
@@ -205,7 +207,7 @@ class _SegmentAttention(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_own.key.to(key.dtype), grad_own.value.to(value.dtype), grad_sinks, None
 
 
-def _attend(query: Tensor, own: KeysValues, sinks: Tensor | None, run: _SegmentRun) -> Part:
+def _attend(query: Tensor, own: KeysValues, sinks: Tensor | None, run: _SegmentRun) -> AttentionOutput:
     wide = torch.promote_types(query.dtype, torch.float32)
     out = token_major(query, wide)
     lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
@@ -221,7 +223,7 @@ def _attend(query: Tensor, own: KeysValues, sinks: Tensor | None, run: _SegmentR
         whole = torch.logaddexp(lse, sinks.to(wide)[None, :, None])
         out.mul_((lse - whole).exp_()[..., None])
         lse = whole
-    return Part(out.to(query.dtype), lse)
+    return AttentionOutput(out.to(query.dtype), lse)
 
 
 def _sink_gradient(grad_out: Tensor, sinks: Tensor, out: Tensor, lse: Tensor) -> Tensor:
@@ -233,9 +235,9 @@ def _sink_gradient(grad_out: Tensor, sinks: Tensor, out: Tensor, lse: Tensor) ->
 
 def _sources(own: KeysValues, run: _SegmentRun) -> list[_Source]:
     """Return the keys of each query's own block, then those that queries see outside of it."""
-    calls = run.layout.calls(run.form.window)
+    calls = run.layout.calls(run.options.window)
     above = [
-        _Source(ancestor.gateway.read(run.layer), run.layout.ancestor_calls(ancestor, run.form.window), ancestor)
+        _Source(ancestor.gateway.read(run.layer), run.layout.ancestor_calls(ancestor, run.options.window), ancestor)
         for ancestor in run.layout.ancestors
     ]
     return [_Source(own, calls.within, None), _Source(own, calls.across, None), *above]
@@ -247,10 +249,10 @@ def _rectangle(call: AttentionCall, query: Tensor, source: _Source, run: _Segmen
     key, value = (tensor[:, :, keys] for tensor in source.keys)
     mask = run.layout.mask(call, query.dtype, ranges)
     is_causal = call.visibility is Visibility.CAUSAL
-    return Rectangle(query[:, :, _rows(call)], key, value, mask, is_causal, run.form.scale)
+    return Rectangle(query[:, :, _rows(call)], key, value, mask, is_causal, run.options.scale)
 
 
-def _merge(out: Tensor, lse: Tensor, part: Part) -> None:
+def _merge(out: Tensor, lse: Tensor, part: AttentionOutput) -> None:
     """Merge a part into a running softmax, in place; the part's share of the weight is sigmoid(lse_part - lse)."""
     share = torch.sigmoid(part.lse - lse)
     out.lerp_(part.out.to(out.dtype), share[..., None])
@@ -258,7 +260,7 @@ def _merge(out: Tensor, lse: Tensor, part: Part) -> None:
 
 
 def _attend_backward(
-    grad_out: Tensor, query: Tensor, own: KeysValues, whole: Part, run: _SegmentRun
+    grad_out: Tensor, query: Tensor, own: KeysValues, whole: AttentionOutput, run: _SegmentRun
 ) -> tuple[Tensor, KeysValues]:
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_query = token_major(query, wide)
@@ -266,7 +268,7 @@ def _attend_backward(
 
     def gradients(call: AttentionCall, source: _Source) -> Gradients:
         rows = _rows(call)
-        part = Part(whole.out[:, :, rows], whole.lse[:, :, rows])
+        part = AttentionOutput(whole.out[:, :, rows], whole.lse[:, :, rows])
         return run.kernel.backward(_rectangle(call, query, source, run), grad_out[:, :, rows], part)
 
     block, *later = _sources(own, run)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treering.attention.gateway import KeysValues
-from treering.attention.layout import Form, TreeLayout, join, scatter_key_gradients
-from treering.attention.segments import Part
+from treering.attention.layout import ScoreOptions, TreeLayout, join, scatter_key_gradients
+from treering.attention.segments import AttentionOutput
 from treering.attention.triton_tables import MAX_HEAD_SIZES, Tables, Tiles, choose_tiles
 from treering.errors import UnsupportedError
 from treering.extras import install_hint
@@ -33,7 +33,7 @@ def triton_attention(
     value: Float[Tensor, "1 G N D"],
     *,
     layout: TreeLayout,
-    form: Form,
+    options: ScoreOptions,
     sinks: Float[Tensor, " H"] | None = None,
     layer: int = 0,
     tiles: Tiles | None = None,
@@ -48,7 +48,7 @@ def triton_attention(
         key: [1, G, N, D].
         value: [1, G, N, D].
         layout: layout of the forest.
-        form: scale, sliding window and softcap.
+        options: scale, sliding window and softcap.
         sinks: [H], None for none.
         layer: index of the layer.
         tiles: tile sizes of the kernels; None for the default.
@@ -56,8 +56,8 @@ def triton_attention(
     Raises:
         UnsupportedError: the kernels do not support the device, dtype, head size or scale.
     """
-    _check(query, form)
-    run = _TritonRun(layout, form, layer, tiles or choose_tiles(query.shape[3], query.dtype))
+    _check(query, options)
+    run = _TritonRun(layout, options, layer, tiles or choose_tiles(query.shape[3], query.dtype))
     return _TritonAttention.apply(query, key, value, sinks, run)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -65,13 +65,13 @@ class _TritonRun(NamedTuple):
     """Arguments of one layer's attention other than tensors."""
 
     layout: TreeLayout
-    form: Form
+    options: ScoreOptions
     layer: int
     tiles: Tiles
 
     @property
     def tables(self) -> Tables:
-        return Tables.of(self.layout, self.form.window)
+        return Tables.of(self.layout, self.options.window)
 
 
 class _TritonAttention(torch.autograd.Function):
@@ -83,7 +83,7 @@ class _TritonAttention(torch.autograd.Function):
             run.layout.gateway.export(run.layer, KeysValues(key, value))
         keys = _inner_contiguous(join(KeysValues(key, value), run.layout, run.layer))
         (inner,) = _inner_contiguous((query,))
-        whole = run_forward(inner, KeysValues(*keys), sinks, run.tables, run.form, run.tiles)
+        whole = run_forward(inner, KeysValues(*keys), sinks, run.tables, run.options, run.tiles)
         out = whole.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, out, whole.lse)
         ctx.run = run
@@ -104,7 +104,15 @@ class _TritonAttention(torch.autograd.Function):
         keys = KeysValues(*_inner_contiguous(join(KeysValues(key, value), layout, run.layer)))
         delta = run_delta(grad_out, saved_out)
         grad_query, grad_keys = run_backward(
-            grad_out, inner, keys, Part(saved_out, lse), delta, run.tables, run.form, run.tiles, grad_dtype
+            grad_out,
+            inner,
+            keys,
+            AttentionOutput(saved_out, lse),
+            delta,
+            run.tables,
+            run.options,
+            run.tiles,
+            grad_dtype,
         )
         own = scatter_key_gradients(grad_keys, layout, run.layer)
         grad_sinks = None if sinks is None else _sink_gradient(sinks, lse, delta)
@@ -165,11 +173,11 @@ def check_supported(device: str, dtype: torch.dtype, head_size: int, scale: floa
         )
 
 
-def _check(query: Tensor, form: Form) -> None:
+def _check(query: Tensor, options: ScoreOptions) -> None:
     if not has_triton():
         raise UnsupportedError(
             f"the triton backend needs triton (Linux only): {install_hint('gpu')}, or choose flex or segments"
         )
     from treering.attention.triton_launch import INTERPRETED
 
-    check_supported(query.device.type, query.dtype, query.shape[3], form.scale, interpreted=INTERPRETED)
+    check_supported(query.device.type, query.dtype, query.shape[3], options.scale, interpreted=INTERPRETED)

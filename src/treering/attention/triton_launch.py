@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from treering.attention.gateway import KeysValues
-from treering.attention.layout import Form
-from treering.attention.segments import Part, token_major
+from treering.attention.layout import ScoreOptions
+from treering.attention.segments import AttentionOutput, token_major
 from treering.attention.triton_kernels import (
     INTERPRETED,
     add_slots_kernel,
@@ -38,16 +38,16 @@ __all__ = ["INTERPRETED", "run_backward", "run_forward"]
 
 
 def run_forward(
-    query: Tensor, keys: KeysValues, sinks: Tensor | None, tables: Tables, form: Form, tiles: Tiles
-) -> Part:
+    query: Tensor, keys: KeysValues, sinks: Tensor | None, tables: Tables, options: ScoreOptions, tiles: Tiles
+) -> AttentionOutput:
     """Return the outputs [1, H, N, D], token-major in memory, and log2-sum-exp2 [H, N], sinks included.
 
     Args:
         query: [1, H, N, D], its last axis contiguous.
         keys: [1, G, K, D], the last axis contiguous.
         sinks: [H], None for none.
-        tables: tables of the layout under the form's window.
-        form: scale, window and softcap of the layer.
+        tables: tables of the layout under the options's window.
+        options: scale, window and softcap of the layer.
         tiles: tile sizes of the kernels.
     """
     num_heads, num_queries = query.shape[1:3]
@@ -60,20 +60,20 @@ def run_forward(
         tables.first, tables.stop, tables.limit, tables.position, work.items, work.visits,
         num_queries, keys.key.shape[2],
         *_strides(query, *keys, out),
-        HAS_SINKS=sinks is not None, **_shared(query, keys, tables), **_scores(form), **_tile(tiles.forward),
+        HAS_SINKS=sinks is not None, **_shared(query, keys, tables), **_scores(options), **_tile(tiles.forward),
         **_options("forward", query),
     )  # fmt: skip
-    return Part(out, lse)
+    return AttentionOutput(out, lse)
 
 
 def run_backward(
     grad_out: Tensor,
     query: Tensor,
     keys: KeysValues,
-    whole: Part,
+    whole: AttentionOutput,
     delta: Tensor,
     tables: Tables,
-    form: Form,
+    options: ScoreOptions,
     tiles: Tiles,
     grad_dtype: torch.dtype,
 ) -> tuple[Tensor, KeysValues]:
@@ -83,7 +83,7 @@ def run_backward(
     inputs = (query, *keys, grad_out)
     index = (tables.first, tables.stop, tables.limit, tables.position)
     sizes = (query.shape[2], keys.key.shape[2])
-    constants = {**_shared(query, keys, tables), **_scores(form), "SCALE": form.scale}
+    constants = {**_shared(query, keys, tables), **_scores(options), "SCALE": options.scale}
     _launch("query_gradient", query_gradient_kernel, query)[(query.shape[1], work.items.shape[0])](
         *inputs, grad_query, whole.lse, delta, *index, work.items, work.visits, *sizes,
         *_strides(*inputs, grad_query),
@@ -118,11 +118,11 @@ def run_delta(grad_out: Tensor, out: Tensor) -> Tensor:
     return delta
 
 
-def _scores(form: Form) -> dict[str, float]:
+def _scores(options: ScoreOptions) -> dict[str, float]:
     """Return the constants of scores: FACTOR * products, or FACTOR * tanh(TANH * products / (2 log2 e)); unit log 2."""
-    if form.softcap is None:
-        return {"FACTOR": form.scale * LOG2_E, "TANH": 0.0}
-    return {"FACTOR": form.softcap * LOG2_E, "TANH": 2 * LOG2_E * form.scale / form.softcap}
+    if options.softcap is None:
+        return {"FACTOR": options.scale * LOG2_E, "TANH": 0.0}
+    return {"FACTOR": options.softcap * LOG2_E, "TANH": 2 * LOG2_E * options.scale / options.softcap}
 
 
 def _sizes(tensor: Tensor) -> dict[str, Any]:

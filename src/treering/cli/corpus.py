@@ -46,7 +46,7 @@ class Corpus:
     """Notes for the user about the data."""
     tokenizer: Path | None
     """Folder of the tokenizer that made the ids; None without one."""
-    form: Renderer | None = None
+    renderer: Renderer | None = None
     """Renderer of chats; None without chats."""
     stop_tokens: tuple[int, ...] = ()
     """Ids that end turns and texts."""
@@ -178,7 +178,7 @@ def _read(
         source="files",
         notes=tuple(notes),
         tokenizer=tokenizer,
-        form=renderer if form else None,
+        renderer=renderer if form else None,
         stop_tokens=tuple(stop.token_id for stop in stops),
         datasets=tuple(datasets),
     )
@@ -187,10 +187,10 @@ def _read(
 def _stops(tokenizer: Path, renderer: Renderer, model: Path | None) -> tuple[StopToken, ...]:
     """Return what ends turns; rows of token ids count as chats, which have probably made them."""
     try:
-        has_form = bool(renderer.turn_ends)
+        has_turns = bool(renderer.turn_ends)
     except ConfigError:
-        has_form = False
-    return find_stop_tokens(TextTokens(tokenizer), renderer if has_form else None, model=model)
+        has_turns = False
+    return find_stop_tokens(TextTokens(tokenizer), renderer if has_turns else None, model=model)
 
 
 def _are_equal(left: TokenDataset, right: TokenDataset) -> bool:

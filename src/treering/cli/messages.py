@@ -44,10 +44,10 @@ def in_words_of(command: str, message: str) -> str:
 
     Example: 'use template="plain"' is "use --template plain" for inspect, and 'use data.template = "plain"' for sft.
     """
-    form = _SETTINGS.get(command)
-    if form is None:
+    pattern = _SETTINGS.get(command)
+    if pattern is None:
         return message
-    named = _ARGUMENT.sub(form, message)
+    named = _ARGUMENT.sub(pattern, message)
     # The model that `init` is given has the tokenizer.
     return named.replace("--tokenizer", "--model") if command == "init" else named
 

@@ -309,7 +309,7 @@ class TurnSource(Protocol):
         """Folder of the tokenizer; None without one."""
 
     @property
-    def form(self) -> Renderer | None:
+    def renderer(self) -> Renderer | None:
         """Renderer of chats; None without chats."""
 
     @property
@@ -318,7 +318,7 @@ class TurnSource(Protocol):
 
 
 @contextmanager
-def owning(folder: Path) -> Iterator[RankGroup]:
+def join_run(folder: Path) -> Iterator[RankGroup]:
     """Join the ranks that torchrun started; only the first holds the run's folder."""
     # Progress bars of a library would disturb ours.
     transformers_logging.disable_progress_bar()
@@ -326,7 +326,7 @@ def owning(folder: Path) -> Iterator[RankGroup]:
         yield all_ranks()
 
 
-def agreed(config: ConfigT, config_dir: Path, group: RankGroup) -> ConfigT:
+def broadcast_config(config: ConfigT, config_dir: Path, group: RankGroup) -> ConfigT:
     """Return the configuration from `as_started`, the same on all ranks."""
     if group.rank == 0:
         config = as_started(config, config_dir)
@@ -337,7 +337,7 @@ def checkpoint_store(
     config: SftConfig | RlConfig, model: nn.Module, identity: Identity, source: TurnSource, group: RankGroup
 ) -> CheckpointStore:
     """Return the checkpoints of a run, with its tokenizer, chat form, card and, for `train`, its history as hints."""
-    folder, tokenizer, form = config.run.dir, source.tokenizer, source.form
+    folder, tokenizer, renderer = config.run.dir, source.tokenizer, source.renderer
     keeps_best = config.eval.keep_best == "on"
     if keeps_best and "jsonl" not in config.metrics.sinks:
         raise ConfigError(
@@ -355,22 +355,22 @@ def checkpoint_store(
             folder,
             has_tokenizer=tokenizer is not None,
             takes_images=takes_images,
-            turns=None if tokenizer is None or not stops else _turns_in_words(TextTokens(tokenizer), form, stops),
+            turns=None if tokenizer is None or not stops else _turns_text(TextTokens(tokenizer), renderer, stops),
         ),
         tokenizer=tokenizer,
         stop_tokens=stops,
-        template=None if form is None else form.plain_template,
+        template=None if renderer is None else renderer.plain_template,
         best=partial(best_step, folder / METRICS_FILE) if keeps_best else None,
         hints=folder / HISTORY_FOLDER if isinstance(config, RlConfig) else None,
         group=group,
     )
 
 
-def _turns_in_words(tokens: TextTokens, form: Renderer | None, stops: Sequence[int]) -> str:
+def _turns_text(tokens: TextTokens, renderer: Renderer | None, stops: Sequence[int]) -> str:
     ends = f"`generate` stops at {', '.join(f'`{tokens.text_of(stop) or stop}`' for stop in stops)}"
-    if form is None:
+    if renderer is None:
         return ends
-    what = "the tokenizer's own chat template" if form.plain_template is None else "Treering's plain form"
+    what = "the tokenizer's own chat template" if renderer.plain_template is None else "Treering's plain form"
     return f"{what}, see `tokenizer.apply_chat_template`; {ends}"
 
 

@@ -22,10 +22,10 @@ from treering.cli.session import (
     RunLength,
     Scalar,
     TrainingRun,
-    agreed,
+    broadcast_config,
     budget_note,
     checkpoint_store,
-    owning,
+    join_run,
     run_length,
     training_identity,
 )
@@ -253,8 +253,8 @@ def _steps_cell(summary: SftSummary) -> str:
 
 def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
     """Start or resume the run of a configuration, whose file is in the folder `config_dir`."""
-    with owning(config.run.dir) as group:
-        return _train(agreed(config, config_dir, group), config_dir, console, group)
+    with join_run(config.run.dir) as group:
+        return _train(broadcast_config(config, config_dir, group), config_dir, console, group)
 
 
 def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGroup) -> SftSummary:

@@ -16,7 +16,15 @@ from treering.cli.display import note_compiling, note_doing
 from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher, tokenizer_note
 from treering.cli.run_folder import WARMUP_FOLDER, printed_warnings
-from treering.cli.session import RunLength, TrainingRun, agreed, budget_note, checkpoint_store, owning, run_length
+from treering.cli.session import (
+    RunLength,
+    TrainingRun,
+    broadcast_config,
+    budget_note,
+    checkpoint_store,
+    join_run,
+    run_length,
+)
 from treering.cli.train_engine import (
     check_room,
     cluster_of,
@@ -287,8 +295,8 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
 
     Only the first of several ranks holds the lock and writes the logs.
     """
-    with owning(config.run.dir) as group, ExitStack() as stack:
-        config = agreed(config, config_dir, group)
+    with join_run(config.run.dir) as group, ExitStack() as stack:
+        config = broadcast_config(config, config_dir, group)
         note_doing(console, "reading the task")
         source, held = load_trained(config, config_dir), load_held_out(config, config_dir)
         if held is not None:

@@ -32,7 +32,7 @@ class TaskSource:
     """Task kind in the configuration."""
     tokenizer: Path | None = None
     """Folder of the tokenizer that made the ids; None without one."""
-    form: Renderer | None = None
+    renderer: Renderer | None = None
     """Renderer of chats; None for raw text and without a tokenizer."""
     decode: Decode | None = None
     """Tokens to text, for stop strings; None without a tokenizer."""
@@ -161,7 +161,7 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
         f"more than {config.max_prompt_tokens} tokens": task.num_overlong,
         "the same tokens as an earlier one": task.num_duplicates,
     }
-    form = task.form_in_words
+    note = task.form_note
     notes = [
         plural(count, f"prompt has {why} and is dropped", f"prompts have {why} and are dropped")
         for why, count in left_out.items()
@@ -171,9 +171,9 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
         task=task,
         kind=config.kind,
         tokenizer=tokenizer,
-        form=task.form,
+        renderer=task.renderer,
         decode=TextTokens(tokenizer).decode,
-        notes=(*([form] if form else []), *notes, *task.notes, _stops_of(task)),
+        notes=(*([note] if note else []), *notes, *task.notes, _stops_of(task)),
         text_reward=task.text_reward,
     )
 
@@ -187,7 +187,7 @@ def _of_environment(
         folders = search_folders(config_dir)
         tokenizer = find_folder(config.tokenizer, folders, setting="task.tokenizer", wanted="tokenizer")
     chat = ChatTokens(tokenizer, config.template, config.date)
-    stops = find_stop_tokens(chat.text, chat.form, model=model, named=config.stop_tokens)
+    stops = find_stop_tokens(chat.text, chat.renderer, model=model, named=config.stop_tokens)
     task = EnvironmentTask(
         _environment(config, config_dir, shell_dir, tokenizer),
         chat,
@@ -200,7 +200,7 @@ def _of_environment(
         task=task,
         kind=config.kind,
         tokenizer=tokenizer,
-        form=chat.form,
+        renderer=chat.renderer,
         decode=chat.text.decode,
         notes=(f"chats are read as {what}; turns stop at {listed}",),
     )

@@ -306,9 +306,9 @@ def _check_source(trajectory: Trajectory) -> None:
             _check_not_empty(message, f"messages[{i}]")
             _check_no_assistant_image(message, f"messages[{i}]")
     elif any(message.tool_calls or message.reasoning for message in messages):
-        raise InputError('format "raw" joins contents and has no form for tool_calls or reasoning; use format "chat"')
+        raise InputError('format "raw" joins contents and cannot hold tool_calls or reasoning; use format "chat"')
     elif any(message.images for message in messages):
-        raise InputError('format "raw" joins contents and has no form for images; use format "chat"')
+        raise InputError('format "raw" joins contents and cannot hold images; use format "chat"')
     if trajectory.episode is not None:
         raise InputError(
             "the calls of an episode sampled tokens, and messages were given; give tokens instead of messages"

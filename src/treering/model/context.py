@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from treering.attention import BACKENDS, AttentionShape, Backend, Form, TreeLayout, attend, choose_backend
+from treering.attention import BACKENDS, AttentionShape, Backend, ScoreOptions, TreeLayout, attend, choose_backend
 from treering.attention.dispatch import verify
 from treering.attention.flash import attend_by_tables, prepare_flash
 from treering.errors import StateError
@@ -54,7 +54,7 @@ def tree_attention(model: nn.Module | TreeModel, backend: str = "auto") -> Itera
 
     Args:
         model: a Hugging Face causal language model of a supported family (`treering.families`), a PEFT model of
-            one, or its bound form.
+            one, or its `TreeModel`.
         backend: "auto", or a name from `treering.attention.BACKENDS`.
 
     Raises:
@@ -345,6 +345,6 @@ def _attention_outside_graphs(
     # Under autocast, norms and rotations leave queries and keys in float32 while values are bfloat16.
     query, key = query.to(value.dtype), key.to(value.dtype)
     layer: Any = module.layer_idx
-    form = Form(scale=scaling, window=sliding_window, softcap=softcap)
-    out = attend(query, key, value, layout=attention_mask, form=form, sinks=s_aux, backend=backend, layer=layer)
+    options = ScoreOptions(scale=scaling, window=sliding_window, softcap=softcap)
+    out = attend(query, key, value, layout=attention_mask, options=options, sinks=s_aux, backend=backend, layer=layer)
     return out.transpose(1, 2), None

@@ -66,7 +66,7 @@ def forward(
     sharded by `fully_shard` must call it equally often; an empty forest will do.
 
     Args:
-        model: a supported Hugging Face causal language model, a PEFT model of one, or the bound form of either.
+        model: a supported Hugging Face causal language model, a PEFT model of one, or the `TreeModel` of either.
         forest: N tokens; an empty one gives empty results.
         temperature: divides the logits; must be positive.
         wanted: bool [N], tokens whose edge is scored; others get 0. None scores all.

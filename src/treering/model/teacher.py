@@ -100,8 +100,8 @@ class TeacherTopK:
     def of_branches(self, forest: Forest) -> list[tuple[NDArray[np.int64], NDArray[np.float64]]]:
         """Return (ids, log-probs) [T, k] for each branch: entry t is the distribution that token t was drawn from.
 
-        In this form they can be stored with trajectories and passed to `treering.objectives.distill`. Nothing precedes
-        a first token, so its row is never read.
+        Trajectories can store them, and `treering.objectives.distill` takes them. Nothing precedes a
+        first token, so its row is never read.
         """
         ids, logprobs = self.ids.cpu().numpy(), self.logprobs.double().cpu().numpy()
         paths = [forest.path(branch) for branch in range(forest.num_branches)]

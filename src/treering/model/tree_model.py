@@ -42,14 +42,14 @@ _SETTINGS = (
 """Settings of a configuration that binding reads."""
 
 _BOUND: "WeakKeyDictionary[nn.Module, ref[TreeModel]]" = WeakKeyDictionary()
-"""Bound form of each model, as long as it is referenced; it must not keep the model alive by itself."""
+"""Bound `TreeModel` of each model, as long as it is referenced; it must not keep the model alive by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class TreeModel:
     """Causal language model with the parts that the tree step needs; made by `TreeModel.of`.
 
-    Every function of Treering that takes a model also takes its bound form, and then does not search its parts again.
+    Every function of Treering that takes a model also takes its `TreeModel`, and then does not search its parts again.
 
     Attributes:
         model: the model as given, with its adapters and its compiler's wrapper.
@@ -104,7 +104,7 @@ class TreeModel:
         A model that has changed since (an adapter, a head, `fully_shard`, another device) is bound again.
 
         Args:
-            model: the model with its adapters and its compiler's wrapper, or its bound form.
+            model: the model with its adapters and its compiler's wrapper, or its `TreeModel`.
             calls_modules: whether the caller calls modules as the model itself does, so that ZeRO-3 and vision parts in
                 units of `fully_shard` gather their weights.
 
@@ -131,7 +131,7 @@ class TreeModel:
         return bound
 
     def _fits(self, *, calls_modules: bool) -> bool:
-        """Return whether this form serves the caller; only sharded vision parts depend on how modules are called."""
+        """Return whether this binding serves the caller; only sharded vision parts depend on how modules are called."""
         return self.calls_modules == calls_modules or self.shards is None or self.vision is None
 
     @property

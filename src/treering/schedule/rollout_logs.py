@@ -19,7 +19,7 @@ from treering.schedule.turns import Turns
 from treering.types import PromptId, TokenIds, is_count
 
 EXAMPLE = '{"prompt": "a", "epoch": 0, "length": 812}'
-"""An example line of the shorter form."""
+"""An example line of the shorter format."""
 
 # Largest value of numpy's int32.
 _MAX_COUNT = 2**31 - 1
@@ -56,7 +56,7 @@ def read_log(
         path: a file, a folder with files `epoch-*.jsonl`, or a run's folder with such files in `rollouts`.
         num_rollouts: rollouts of a step if lines have no `step`: prompts are added until there are this many; None
             makes each epoch one step.
-        format: format of the records; "auto" also reads the shorter form.
+        format: format of the records; "auto" also reads the shorter format.
 
     Raises:
         InputError: a line is wrong ("FILE:LINE: rule, value, fix"), or the path has no rollouts.

@@ -85,7 +85,7 @@ class Chats:
 
     def with_stops(self, asked: Asked) -> Asked:
         """Add the template's stop strings, for turns that no token ends."""
-        strings = tuple(dict.fromkeys([*asked.sampling.stop_strings, *self.tokens.form.stop_strings]))
+        strings = tuple(dict.fromkeys([*asked.sampling.stop_strings, *self.tokens.renderer.stop_strings]))
         return replace(asked, sampling=asked.sampling.changed(stop_strings=strings))
 
     def answer(

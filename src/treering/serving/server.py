@@ -316,7 +316,7 @@ class Server(Closing):
         self._sampler, self._model, self._num_positions, self._texts = sampler, model, num_positions, texts
         self._chats, self._more = None if chat is None else Chats(chat), more
         if stop_tokens is None and chat is not None:
-            stop_tokens = [stop.token_id for stop in find_stop_tokens(chat.text, chat.form)]
+            stop_tokens = [stop.token_id for stop in find_stop_tokens(chat.text, chat.renderer)]
         self._ends = tuple(stop_tokens or ())
         self._settings = settings or ServerSettings()
         own = self._settings

@@ -1,4 +1,4 @@
-"""Answers as server-sent events, in OpenAI's form: text while it is sampled, then what the whole answer adds.
+"""Answers as server-sent events, in OpenAI's format: text while it is sampled, then what the whole answer adds.
 
 The texts of all events of a choice are the text of the whole answer. What may still be read differently is held back: a
 character whose bytes are incomplete, a text that may begin a stop string, and any turn of a chat that may call tools or

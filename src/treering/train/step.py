@@ -123,7 +123,7 @@ def backward(
     partitions; activations of partitions with children are kept if free memory allows, and recomputed otherwise.
 
     Args:
-        model: a supported Hugging Face causal language model, a PEFT model of one, or the bound form of either; on
+        model: a supported Hugging Face causal language model, a PEFT model of one, or the `TreeModel` of either; on
             several ranks, the model that was passed to `treering.ranks.prepare`.
         forests: the optimizer batch; on several ranks, this rank's share of it. Per-branch values of the objective
             follow the order of forests, then sequences.

@@ -66,7 +66,7 @@ def score_targets(
     """Score targets at every state of some sequences, and add the gradients of a loss on their log-probs to `.grad`.
 
     Args:
-        model: a supported Hugging Face causal language model, a PEFT model of one, or the bound form of either.
+        model: a supported Hugging Face causal language model, a PEFT model of one, or the `TreeModel` of either.
         sequences: B times int [T], T >= 1.
         targets: B times int64 [T] or [T, k], k >= 1: row t is scored at the state after token t.
         loss: computes one sequence's part of the loss, which is their sum; None computes no loss.

@@ -139,7 +139,7 @@ def test_chats_and_their_notes_are_the_same_out_of_the_cache(
         assert agrees(dataset, rendered)
         assert [str(each.message) for each in caught] == [str(each.message) for each in expected]
         assert len(caught) == (template == "hf")
-        assert dataset.facts.form == direct.form_in_words
+        assert dataset.facts.form == direct.form_note
 
 
 def tokens(folder: Path, name: str = "set.jsonl") -> Path:

@@ -49,7 +49,7 @@ def test_every_optional_field_arrives_with_its_type():
         ({**TOKENS, "logprobs": [0.0, float("nan"), 0.0]}, "logprobs must be finite"),
         ({**TOKENS, "reward": float("inf")}, "reward must be a finite number, got inf"),
         ({**chat(content="x"), "loss_mask": [1]}, "loss_mask has one entry per token and messages were given"),
-        ({**chat(tool_calls=[{"name": "f"}]), "format": "raw"}, "no form for tool_calls"),
+        ({**chat(tool_calls=[{"name": "f"}]), "format": "raw"}, "cannot hold tool_calls"),
     ],
 )
 def test_a_broken_record_is_refused_with_its_field_and_value(record, message):

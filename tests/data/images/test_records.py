@@ -1,4 +1,4 @@
-"""Images of records in the forms of datasets; bad ones are refused with file and line."""
+"""Images of records in the formats of datasets; bad ones are refused with file and line."""
 
 import json
 import re
@@ -55,7 +55,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_each_form_of_a_part_is_its_image_at_its_place(folder, name):
+def test_each_format_of_a_part_is_its_image_at_its_position(folder, name):
     record = {"task_id": 1, "messages": [user({"type": "text", "text": "Look:"}, PARTS[name], TEXT), SAID]}
     (one,) = read(folder, record)
     assert images_of(one) == [(0, 5, RED)]
@@ -218,7 +218,7 @@ REFUSED = {
         {"messages": [user(TEXT), {**SAID, "content": [{"type": "image", "image": "a.png"}, TEXT]}], "task_id": 1},
         "of the assistant has an image",
     ),
-    "raw": ({**image("a.png"), "format": "raw"}, "has no form for images"),
+    "raw": ({**image("a.png"), "format": "raw"}, "cannot hold images"),
     "own_part": ({"messages": [user({"type": "picture", "picture": "a.png"}), SAID], "task_id": 1}, "is an image as"),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}], "images": ["a.png"]},

@@ -58,7 +58,7 @@ def test_the_form_is_reported_once_a_chat_was_rendered(tokenizer_dir, tmp_path, 
     folder = with_template(tokenizer_dir, tmp_path, OTHER if has_template else None)
     renderer = Renderer(tokenizer=folder, template=template)
     renderer.render([IDS, RAW])
-    assert renderer.form_in_words is None
+    assert renderer.form_note is None
     renderer.render([CHAT])
     renderer.render([IDS])
-    assert re.search(f"^chats are rendered {words}", renderer.form_in_words)
+    assert re.search(f"^chats are rendered {words}", renderer.form_note)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from treering.data.rendering.call_forms import PlainForm
+from treering.data.rendering.call_formats import PlainFormat
 from treering.data.trajectory import ToolCall
 from treering.errors import ConfigError, InputError
 from treering.rl.environments.adapters import StepEnvironment, ToolEnvironment, tool_schema
@@ -26,7 +26,7 @@ class Spoken:
         turn = self.turns.pop(0)
         if isinstance(turn, Exception):
             raise turn
-        text, calls = PlainForm().split(turn, tools) if tools else (turn, ())
+        text, calls = PlainFormat().split(turn, tools) if tools else (turn, ())
         number = len(messages)
         return Reply(
             call=number,
@@ -191,7 +191,7 @@ def test_steps_have_their_rewards_and_end_the_episode(walk: type[Walk]) -> None:
     ],
 )
 def test_tool_calls_are_read_and_other_text_stays(text: str, rest: str, calls: tuple[ToolCall, ...]) -> None:
-    assert PlainForm().split(text, ()) == (rest, calls)
+    assert PlainFormat().split(text, ()) == (rest, calls)
 
 
 SOURCE = """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import save_tokenizer
-from tests.data.rendering.test_call_forms import CALLS
+from tests.data.rendering.test_call_formats import CALLS
 from tests.engine.scripted import ScriptedEngine
 from treering.data.trajectory import ToolCall
 from treering.engine.host import EngineHost
@@ -203,7 +203,7 @@ def test_an_episode_calls_its_tools_in_the_form_of_the_template(tmp_path: Path, 
     chat = tokens_of(tmp_path, form)
     environment = ToolEnvironment(Adder, [EnvTask(id="q", data={"prompt": "Make four."})])
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "name": "add", "arguments": {"a": 2}}]}
-    whole = chat.form.chat_template.text(as_messages([{"role": "user", "content": "Hi"}, call]))
+    whole = chat.renderer.chat_template.text(as_messages([{"role": "user", "content": "Hi"}, call]))
     twice = whole.rpartition("assistant\n")[2].removesuffix("<|im_end|>\n")
     assert played(chat, environment, twice, f"<think>{twice}</think>{twice}", f"<think>{twice}") == 1.0
     with pytest.raises(UnsupportedError, match="read the calls from reply"):

@@ -106,10 +106,10 @@ def test_prompts_take_the_template_of_their_tokenizer_where_it_has_one(
     write(file, {"prompt": "the agent"})
     task = PromptsFile(file, tokenizer=tokenizer, reward=OWN)
     assert text_of(task, task.prompts[0], tokenizer).startswith("SYSTEM ")
-    assert task.form_in_words == f"chats are rendered by the chat template of {tokenizer}"
+    assert task.form_note == f"chats are rendered by the chat template of {tokenizer}"
     with pytest.raises(ConfigError, match="are single tokens, and"):
         PromptsFile(file, tokenizer=markerless, reward=OWN)
-    assert PromptsFile(file, tokenizer=markerless, reward=OWN, template="raw").form_in_words is None
+    assert PromptsFile(file, tokenizer=markerless, reward=OWN, template="raw").form_note is None
 
 
 def test_a_prompt_begins_as_the_tokenizer_begins_a_text(file: Path, tokenizer: Path, prefixing: Path) -> None:

@@ -161,7 +161,7 @@ def test_a_turn_ends_with_the_last_token_that_training_trains(tmp_path: Path, ki
 def test_asking_for_the_ends_of_turns_logs_nothing_about_chats(llama: Path) -> None:
     renderer = Renderer(tokenizer=llama)
     assert renderer.turn_ends
-    assert renderer.form_in_words is None
+    assert renderer.form_note is None
 
 
 def test_turns_of_the_plain_form_end_with_its_marker_if_that_is_a_token(tmp_path: Path, llama: Path) -> None:

@@ -117,7 +117,7 @@ def read(file: Path, folder: Path, cache: Path | None, **options: int) -> Prompt
 def said_of(task: PromptsFile) -> tuple[object, ...]:
     # Processes that sample receive them pickled.
     prompts = [fields_of(pickle.loads(pickle.dumps(prompt))) for prompt in task.prompts]
-    return prompts, task.num_overlong, task.num_duplicates, task.form_in_words, task.notes
+    return prompts, task.num_overlong, task.num_duplicates, task.form_note, task.notes
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_prompt_tokens": 50}, {"max_prompts": 2}])

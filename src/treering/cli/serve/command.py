@@ -118,8 +118,8 @@ def _training(
 
 def _stops(texts: TextTokens, chat: ChatTokens | None, weights: Path) -> Sequence[StopToken]:
     """Return the stop tokens of a checkpoint; other tools save none with adapters, but their base model has some."""
-    form = None if chat is None else chat.form
-    found = [stop for place in (base_of(weights), weights) for stop in find_stop_tokens(texts, form, model=place)]
+    renderer = None if chat is None else chat.renderer
+    found = [stop for model in (base_of(weights), weights) for stop in find_stop_tokens(texts, renderer, model=model)]
     return list({stop.token_id: stop for stop in found}.values())
 
 

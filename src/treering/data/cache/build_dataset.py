@@ -283,7 +283,7 @@ def build(
         warnings=tuple(kept),
         notes=(*notes.sentences(), *texts),
         tokenizer=None if renderer.tokenizer is None else str(renderer.tokenizer),
-        form=renderer.form_in_words if renderer.counts.num_chats > num_chats else None,
+        form=renderer.form_note if renderer.counts.num_chats > num_chats else None,
         image_files=writer.image_files,
     )
 

@@ -216,7 +216,7 @@ class DatasetFacts:
     notes: tuple[str, ...]
     """Notes to the user who trains on it; see `DataNotes`."""
     form: str | None
-    """How chats became text; see `Renderer.form_in_words`."""
+    """How chats became text; see `Renderer.form_note`."""
     tokenizer: str | None
     """Folder of the tokenizer, as the caller named it."""
     image_files: Mapping[str, str] = field(default_factory=dict)

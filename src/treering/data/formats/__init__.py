@@ -1,1 +1,1 @@
-"""Trajectory files: readers, writers, and the JSON form of a trajectory."""
+"""Trajectory files: readers, writers, and the JSON format of a trajectory."""

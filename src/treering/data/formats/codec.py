@@ -1,4 +1,4 @@
-"""Conversion of trajectories to and from Treering's own JSON form."""
+"""Conversion of trajectories to and from Treering's own JSON format."""
 
 import hashlib
 import json

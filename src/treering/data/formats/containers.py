@@ -254,7 +254,7 @@ def _check_no_csv(path: Path, line: bytes) -> None:
     if not is_likely or is_json(line.strip()):
         return
     raise InputError(
-        f"{path}: this is a table as text, in which lists and numbers have no certain form; convert it to JSON "
+        f"{path}: this is a table as text, in which lists and numbers have no certain format; convert it to JSON "
         f"Lines, such as by pandas.read_csv({path.name!r}).to_json('set.jsonl', orient='records', lines=True)"
     )
 

@@ -146,9 +146,9 @@ _LENGTH = re.compile(r"(prompt|response|completion)s?_(len|lens|length|lengths)$
 _HARMLESS = ("attention_mask", "special_tokens_mask")
 _SAMPLED = "(completion|response|output|generated|generation|answer|sampled|rollout|action)"
 PROMPT_IDS = re.compile("prompt(input)?(token)?(ids|tokens)")
-"""Names of the prompt ids of a call, in the form of `plain_key`."""
+"""Names of the prompt ids of a call, as `plain_key` writes them."""
 SAMPLED_IDS = re.compile(f"{_SAMPLED}(token)?(ids|tokens)")
-"""Names of the sampled ids of a call, in the form of `plain_key`."""
+"""Names of the sampled ids of a call, as `plain_key` writes them."""
 _OTHER_IDS = re.compile("(input|context|query|chosen|rejected|all|full|sequence)?(input)?((token)?ids|tokens)")
 _LOGPROBS = re.compile(f"{_SAMPLED}?(token)?(logprobs|logps)")
 IGNORED_LABEL = -100

@@ -1,6 +1,6 @@
-"""Find the images of a record, in the forms that datasets use, and put each at its part or tag.
+"""Find the images of a record, in the formats that datasets use, and put each at its part or tag.
 
-Forms: parts of OpenAI (`image_url`), of the Responses API (`input_image`), of Anthropic (`source`) and of Qwen and
+Formats: parts of OpenAI (`image_url`), of the Responses API (`input_image`), of Anthropic (`source`) and of Qwen and
 transformers (`{"type": "image", "image": ...}`), and TRL's columns `images` and `image` with parts
 `{"type": "image"}` or tags `<image>` in the text.
 """

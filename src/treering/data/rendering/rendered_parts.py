@@ -76,10 +76,10 @@ def restore_arguments(text: str, messages: Sequence[Message]) -> str:
 
 def _find_text(stretch: str, text: str, at: int) -> slice | None:
     """Return the span of a text, plain or escaped as in JSON, in which some templates write tool results."""
-    for form in dict.fromkeys(_text_forms(stretch)):
-        found = text.find(form, at)
+    for variant in dict.fromkeys(_text_variants(stretch)):
+        found = text.find(variant, at)
         if found >= 0:
-            return slice(found, found + len(form))
+            return slice(found, found + len(variant))
     return None
 
 
@@ -98,7 +98,7 @@ def _written(call: ToolCall, spelling: str) -> str:
 
 
 def _spellings(call: ToolCall) -> Sequence[str]:
-    """Return the forms in which templates write the arguments of a call."""
+    """Return the variants in which templates write the arguments of a call."""
     if not isinstance(call.given, str):
         return _spellings_of(dict(call.given))
     return _text_spellings(call.given)
@@ -117,14 +117,14 @@ def _text_spellings(arguments: str) -> Sequence[str]:
 def _spellings_of(value: Mapping[str, Any] | str) -> Sequence[str]:
     compact = (",", ":")
     plain = [] if isinstance(value, str) else [str(value)]
-    forms = [
+    variants = [
         json.dumps(value, ensure_ascii=False),
         json.dumps(value),
         json.dumps(value, ensure_ascii=False, separators=compact),
         json.dumps(value, separators=compact),
         *plain,
     ]
-    return tuple(dict.fromkeys(forms))
+    return tuple(dict.fromkeys(variants))
 
 
 def _find_call(call: ToolCall, text: str, at: int, stop: int) -> tuple[int, str] | None:
@@ -141,14 +141,14 @@ def _find_call(call: ToolCall, text: str, at: int, stop: int) -> tuple[int, str]
 def _missing_argument(call: ToolCall, text: str) -> str | None:
     arguments = call.given
     if isinstance(arguments, str):
-        if any(form in text for form in _text_forms(arguments)):
+        if any(variant in text for variant in _text_variants(arguments)):
             return None
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return f"the arguments {arguments!r:.60}"
     for leaf in _leaves(arguments):
-        if not any(form in text for form in _forms(leaf)):
+        if not any(variant in text for variant in _variants(leaf)):
             return f"the argument {leaf!r:.60}"
     return None
 
@@ -164,11 +164,11 @@ def _leaves(value: object) -> Iterator[Any]:
         yield value
 
 
-def _forms(leaf: object) -> list[str]:
-    return _text_forms(leaf) if isinstance(leaf, str) else [json.dumps(leaf), str(leaf)]
+def _variants(leaf: object) -> list[str]:
+    return _text_variants(leaf) if isinstance(leaf, str) else [json.dumps(leaf), str(leaf)]
 
 
-def _text_forms(text: str) -> list[str]:
+def _text_variants(text: str) -> list[str]:
     return [text.strip(), json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]]
 
 

@@ -301,7 +301,7 @@ class Renderer:
         return (TURN_END,) if is_text else ()
 
     @property
-    def form_in_words(self) -> str | None:
+    def form_note(self) -> str | None:
         """A sentence on how chats became text; None before the first chat.
 
         Example: "chats are rendered by the chat template of models/qwen3".

@@ -221,8 +221,8 @@ def _any_of(special_tokens: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)")
 
 
-_Form: TypeAlias = Callable[[ToolCall], Mapping[str, Any] | str]
-"""Form in which a template gets the arguments of a call."""
+_ArgumentsOf: TypeAlias = Callable[[ToolCall], Mapping[str, Any] | str]
+"""Return the arguments of a call as a template gets them: an object, or text."""
 
 _MARK = "mark-kram"
 _ODD_KEY = "odd-kram"
@@ -326,9 +326,9 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, opens_turn: bool) -> str:
         shown = [dict(tool) for tool in tools] or None
         # Some templates concatenate the arguments of a call as text; most dump an object as JSON.
-        for form in (_as_object, attrgetter("arguments_text")):
+        for arguments in (_as_object, attrgetter("arguments_text")):
             try:
-                records = [self._record(message, form) for message in messages]
+                records = [self._record(message, arguments) for message in messages]
                 return restore_arguments(self._apply(records, shown, opens_turn=opens_turn), messages)
             except _refusals() as error:
                 refusal = error
@@ -339,8 +339,8 @@ class ChatTemplate:
             f"{_advice(messages)}"
         ) from refusal
 
-    def _record(self, message: Message, form: _Form) -> dict[str, Any]:
-        record = _record(message, form)
+    def _record(self, message: Message, arguments: _ArgumentsOf) -> dict[str, Any]:
+        record = _record(message, arguments)
         if message.images:
             return record | {"content": _parts_with_images(message)}
         if message.reasoning and self._takes_thinking_parts:
@@ -434,7 +434,7 @@ def _parsed(arguments: str) -> Mapping[str, Any] | str:
     return json.loads(arguments) if is_object_text(arguments) else arguments
 
 
-def _record(message: Message, arguments: _Form) -> dict[str, Any]:
+def _record(message: Message, arguments: _ArgumentsOf) -> dict[str, Any]:
     record: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.reasoning is not None:
         # Model families read reasoning under different names.

@@ -1,6 +1,6 @@
 """Compute keyed noise: one uniform number per (rollout, position, token), from a counter-based hash.
 
-A number does not depend on other samples, the batch or the time. `uniforms` is the specification; compiled forms give
+A number does not depend on other samples, the batch or the time. `uniforms` is the specification; compiled code gives
 the same bits.
 
     M rows   V vocabulary

@@ -52,7 +52,7 @@ _NOWHERE = 1 << 40
 _NEW_SLOT = np.array([0, 0, 0, _NOWHERE, 0, NOT_TRIED, -1, -1])[:, None]
 """Columns of a new slot: tokens written, first of them, scope, begin and size of its room, and the state of its row."""
 
-Turnover = Literal["none", "some", "all"]
+RowChange = Literal["none", "some", "all"]
 """How the rows of a step differ from those of the step before. none: they are the same. all: all of them are new."""
 
 
@@ -103,20 +103,20 @@ class RunningRows:
             self._slots, self._prompt_slots,
         )  # fmt: skip
 
-    def slots(self, rows: DraftRows) -> tuple[Int64Array, Turnover]:
-        """Return the slots of the rows' rollouts, int64 [B], with room for their texts, and the turnover.
+    def slots(self, rows: DraftRows) -> tuple[Int64Array, RowChange]:
+        """Return the slots of the rows' rollouts, int64 [B], with room for their texts, and the change.
 
         `note_rows` appends the new tokens, within the compiled call.
         """
-        turnover: Turnover = "none" if self.has(rows) else "some"
-        if turnover == "some" or (rows.num_tokens > self._full).any():
+        change: RowChange = "none" if self.has(rows) else "some"
+        if change == "some" or (rows.num_tokens > self._full).any():
             # If this fails, the rows are unknown.
             self._rows, self._identity = None, ()
             if self._assign(rows):
-                turnover = "all"
+                change = "all"
             self._identity = _identity_of(rows)
         self._rows = rows
-        return self._slots, turnover
+        return self._slots, change
 
     def has(self, rows: DraftRows) -> bool:
         """Return whether these are the rows of the previous step, as the same object or an equal one."""

@@ -26,7 +26,7 @@ from treering.history.match.published import (
     run_queries,
 )
 from treering.history.match.running import Running, find_in_group, find_in_other_groups
-from treering.history.match.running_rows import RowStates, RunningRows, Turnover, update_state
+from treering.history.match.running_rows import RowChange, RowStates, RunningRows, update_state
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.types import DraftRows
 from treering.types import PromptId
@@ -282,16 +282,16 @@ class SearchState:
         # If the rest fails, the rows are unknown.
         self.rows = None
         self._num_steps += 1
-        self.live_slots, turnover = self.live.slots(rows)
-        if turnover != "none" or not is_read:
-            self._read(rows, snapshot, turnover)
+        self.live_slots, change = self.live.slots(rows)
+        if change != "none" or not is_read:
+            self._read(rows, snapshot, change)
         self.rows, self._snapshot = rows, snapshot
 
-    def _read(self, rows: DraftRows, snapshot: Mapping[PromptId, PromptIndex], turnover: Turnover) -> None:
-        if turnover == "all":
+    def _read(self, rows: DraftRows, snapshot: Mapping[PromptId, PromptIndex], change: RowChange) -> None:
+        if change == "all":
             self._arena.forget()
         # In a batch that never empties, some rows always stay.
-        if turnover == "all" or self._num_steps * _ENTRIES_PER_STEP >= self._recent.text.size:
+        if change == "all" or self._num_steps * _ENTRIES_PER_STEP >= self._recent.text.size:
             self._recent.take(snapshot)
             self._num_steps = 0
         self._slots = self._arena.slots(rows.prompt_ids, snapshot)

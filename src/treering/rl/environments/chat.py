@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from treering.data.formats.chat_messages import decode_messages, decode_tools
-from treering.data.rendering.call_forms import CallForm, PlainForm, find_call_form
+from treering.data.rendering.call_formats import CallFormat, PlainFormat, find_call_format
 from treering.data.rendering.renderer import Renderer, Template
 from treering.data.rendering.template import CONFIG_FILE, read_settings
 from treering.data.rendering.thoughts import answer_start, has_tags, without_headers
@@ -28,7 +28,7 @@ from treering.rl.tasks.text_tokens import TextTokens
 from treering.types import TokenIds
 
 Messages = Sequence[Message | Mapping[str, Any]]
-"""Chat messages, as records or in OpenAI's form."""
+"""Chat messages, as records or in OpenAI's format."""
 
 BYTES_FOLDER = Path(__file__).parent / "bytes"
 """A tokenizer of single bytes with the plain form's markers, 258 ids, for models without a tokenizer."""
@@ -57,9 +57,9 @@ class ChatTokens:
         """
         self.text = TextTokens(tokenizer)
         self._folder = tokenizer
-        self.form = Renderer(tokenizer=tokenizer, template=template, date=date)
+        self.renderer = Renderer(tokenizer=tokenizer, template=template, date=date)
         """Renderer of chats."""
-        self._shows_tools = self.form.chat_template is not None
+        self._shows_tools = self.renderer.chat_template is not None
 
     def with_variables(self, variables: Mapping[str, Any]) -> "ChatTokens":
         """Return the same chats with values for the chat template's own variables.
@@ -72,11 +72,11 @@ class ChatTokens:
         if not self._shows_tools:
             raise ConfigError(f"the plain form of chats has no variables, got {', '.join(variables)}; remove them")
         other = copy(self)
-        other.form = Renderer(
-            tokenizer=self._folder, template=self.form.template, date=self.form.date, variables=variables
+        other.renderer = Renderer(
+            tokenizer=self._folder, template=self.renderer.template, date=self.renderer.date, variables=variables
         )
         # Check the names before anything is rendered.
-        other.form.chat_template  # noqa: B018
+        other.renderer.chat_template  # noqa: B018
         return other
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TokenIds:
@@ -85,13 +85,13 @@ class ChatTokens:
         Raises:
             InputError: the template refuses or drops a part of the chat.
         """
-        return self.form.prompt(messages, self._shown(tools))
+        return self.renderer.prompt(messages, self._shown(tools))
 
     def continuation(
         self, messages: Sequence[Message], num_seen: int, tools: Sequence[Mapping[str, Any]]
     ) -> TokenIds | None:
         """Return the ids after the first `num_seen` messages; see `Renderer.continuation`."""
-        return self.form.continuation(messages, num_seen, self._shown(tools))
+        return self.renderer.continuation(messages, num_seen, self._shown(tools))
 
     def read(
         self, context: TokenIds, decode: Callable[[Decode], str], tools: Sequence[Mapping[str, Any]]
@@ -107,10 +107,10 @@ class ChatTokens:
             UnsupportedError: there are tools, but the template's calls cannot be read.
         """
         written, text = decode(self.text.decode_all), decode(self.text.decode)
-        form = self.call_form if tools else None
+        call_format = self.call_format if tools else None
         start = answer_start(written, self.text.end_of(context))
         rest = "" if start is None else written[start:]
-        rest, calls = (rest, ()) if form is None else form.split(rest, tools)
+        rest, calls = (rest, ()) if call_format is None else call_format.split(rest, tools)
         answer = self.text.without_special(rest)
         answer = answer.strip() if calls or start else answer
         thought = self.text.without_special(written[:start])
@@ -122,16 +122,16 @@ class ChatTokens:
         return ReadTurn(text=answer, content=(thought + answer).strip(), calls=calls)
 
     @cached_property
-    def call_form(self) -> CallForm:
-        """Form of tool calls in the chat template, or the plain form's.
+    def call_format(self) -> CallFormat:
+        """Format of tool calls in the chat template, or the plain form's.
 
         Raises:
             UnsupportedError: the template's calls cannot be read.
         """
-        template = self.form.chat_template
+        template = self.renderer.chat_template
         if template is None:
-            return PlainForm()
-        return find_call_form(template, read_settings(self._folder / CONFIG_FILE))
+            return PlainFormat()
+        return find_call_format(template, read_settings(self._folder / CONFIG_FILE))
 
     def _shown(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
         """Return the tools to render: none in the plain form, where a user message describes them."""
@@ -158,7 +158,7 @@ class ReadTurn:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The turn as a message in OpenAI's form."""
+        """The turn as a message in OpenAI's format."""
         return turn_message(self.content, self.calls, self.thought)
 
 
@@ -193,8 +193,8 @@ class ChatMemory:
                 return np.concatenate([known.tokens, tail[1:] if is_ended else tail])
         context = self._chat.prompt(messages, tools)
         if tools:
-            # Refuse an unreadable form of calls before anything is sampled.
-            self._chat.call_form  # noqa: B018
+            # Refuse an unreadable format of calls before anything is sampled.
+            self._chat.call_format  # noqa: B018
         return context
 
     def note(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], tokens: TokenIds) -> None:
@@ -232,7 +232,7 @@ def as_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...
 
 
 def turn_message(text: str, calls: Sequence[ToolCall], thought: str | None = None) -> dict[str, Any]:
-    """Return a turn of the policy as a message in OpenAI's form, with arguments as JSON text.
+    """Return a turn of the policy as a message in OpenAI's format, with arguments as JSON text.
 
     Example:
         >>> turn_message("", [ToolCall(name="add", arguments={"a": 1}, id="c1")])["tool_calls"][0]["function"]

@@ -167,7 +167,11 @@ class EnvironmentTask(Task):
             InputError: there is no task, or one is not an `EnvTask`.
         """
         self.environment, self.chat, self.options = environment, chat, options
-        own = [stop.token_id for stop in find_stop_tokens(chat.text, chat.form)] if stop_tokens is None else stop_tokens
+        own = (
+            [stop.token_id for stop in find_stop_tokens(chat.text, chat.renderer)]
+            if stop_tokens is None
+            else stop_tokens
+        )
         self._stop_tokens = tuple(own)
         tasks = _checked_tasks(environment)
         self.tasks = {task.id: task for task in tasks}

@@ -418,10 +418,10 @@ class Policy:
         """Sample the next turn of a chat.
 
         Args:
-            messages: the whole chat, in OpenAI's form or as `Message`; a chat with the messages of earlier replies
+            messages: the whole chat, in OpenAI's format or as `Message`; a chat with the messages of earlier replies
                 continues the sampled ids.
             tools: JSON schemas for the chat template (the plain form shows none); with any, tool calls are read in the
-                template's own form.
+                template's own format.
             max_tokens: limit of this turn; None or a larger value means task.max_turn_tokens.
 
         Raises:

@@ -378,14 +378,14 @@ class PromptsFile(Task):
         self._is_raw = template == "raw"
         self._tokens = TextTokens(tokenizer)
         self._renderer = Renderer(tokenizer=tokenizer, template="plain" if template == "raw" else template, date=date)
-        self.form = None if self._is_raw else self._renderer
+        self.renderer = None if self._is_raw else self._renderer
         """Renderer of chats; None for raw text."""
-        self.stops = find_stop_tokens(self._tokens, self.form, model=model, named=stop_tokens)
+        self.stops = find_stop_tokens(self._tokens, self.renderer, model=model, named=stop_tokens)
         """Tokens that end a turn, with their origin."""
         self._cache = cache
         self._folder = path if path.is_dir() else path.parent
         self._kept = _Kept(max_prompts=max_prompts, max_tokens=max_prompt_tokens)
-        self.form_in_words: str | None = None
+        self.form_note: str | None = None
         """One sentence on how the prompts became text; None for raw text."""
         self.notes: tuple[str, ...] = ()
         """Sentences on doubts about the file's content."""
@@ -411,7 +411,7 @@ class PromptsFile(Task):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """<|im_end|> for the plain form if the tokenizer has no single token for it, else nothing."""
-        return () if self.form is None else self.form.stop_strings
+        return () if self.renderer is None else self.renderer.stop_strings
 
     @property
     def num_overlong(self) -> int:
@@ -460,7 +460,7 @@ class PromptsFile(Task):
         options = {"prompts": code_digest(Path(__file__).parent), "is_raw": self._is_raw, **self._kept.extent}
         with unchanged(path):
             tokens = open_built(path, self._renderer, options, partial(self._build, path), folder=self._cache)
-            self.form_in_words, self.notes = tokens.facts.form, tuple(tokens.facts.notes)
+            self.form_note, self.notes = tokens.facts.form, tuple(tokens.facts.notes)
             # The build has already given the warnings of reading.
             with PromptWriter(tokens) as writer, kept_warnings():
                 for row, line in zip(range(tokens.num_rows), prompt_lines(path), strict=False):
@@ -496,7 +496,7 @@ class PromptsFile(Task):
             num_rejected=0,
             warnings=tuple(said),
             notes=(f"{BEFORE_TEXT} ({plural(num_unplaced, 'prompt')})",) if num_unplaced else (),
-            form=self._renderer.form_in_words,
+            form=self._renderer.form_note,
             tokenizer=str(self._renderer.tokenizer),
             image_files=writer.image_files,
         )

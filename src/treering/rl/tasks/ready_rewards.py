@@ -167,7 +167,7 @@ def single_number(answer: str) -> Fraction | None:
 
 
 def normalized(answer: str) -> str:
-    r"""Return an answer that is not a number in the form in which it is compared.
+    r"""Return an answer that is not a number as it is compared.
 
     Letters are case-folded, runs of spaces become one, and spaces next to a sign are dropped. A final full stop, comma,
     semicolon or colon, an exclamation mark after a word, and `$`, `$$`, `\(`, `\[`, `**` or `\text{}` around the whole

@@ -22,7 +22,7 @@ from treering.train.loop.batches import TrainingTask
 from treering.types import TokenIds
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""Decoded form of an id without a symbol; a policy with a larger vocabulary may sample one."""
+"""Decoded text of an id without a symbol; a policy with a larger vocabulary may sample one."""
 
 
 Terms = tuple[int, ...]

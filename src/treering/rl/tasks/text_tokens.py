@@ -115,7 +115,7 @@ class TextTokens:
         return self.decode_all(prompt[-_END_TOKENS:])
 
     def without_special(self, text: str) -> str:
-        """Convert a part of the result of `decode_all` to the form that `decode` returns."""
+        """Convert a part of the result of `decode_all` to what `decode` returns."""
         return self._special.sub("", without_headers(text))
 
     def answer(self, tokens: TokenIds, prompt: TokenIds) -> str:
@@ -155,7 +155,7 @@ class StopToken:
 
 
 def find_stop_tokens(
-    tokens: TextTokens, form: Renderer | None = None, *, model: Path | None = None, named: Sequence[str | int] = ()
+    tokens: TextTokens, renderer: Renderer | None = None, *, model: Path | None = None, named: Sequence[str | int] = ()
 ) -> tuple[StopToken, ...]:
     """Find all tokens that end a turn, each once, in the order of the arguments.
 
@@ -163,7 +163,7 @@ def find_stop_tokens(
 
     Args:
         tokens: the tokenizer, which gives its `end_tokens`.
-        form: renderer of chats, which gives its `turn_ends`; None for raw text.
+        renderer: renderer of chats, which gives its `turn_ends`; None for raw text.
         model: the policy's folder; its generation_config.json and config.json give one or several `eos_token_id`.
         named: texts or ids of single tokens from the settings.
 
@@ -175,7 +175,7 @@ def find_stop_tokens(
     generation_config.json adds <|eom_id|>: all three stop a rollout.
     """
     found: list[tuple[int, str]] = [(token_id, "tokenizer") for token_id in tokens.end_tokens]
-    found += [] if form is None else [(token_id, "chat template") for token_id in form.turn_ends]
+    found += [] if renderer is None else [(token_id, "chat template") for token_id in renderer.turn_ends]
     found += [] if model is None else _ends_of_model(model)
     found += [(_named_id(tokens, one), "task.stop_tokens") for one in named]
     sources = dict(reversed(found))

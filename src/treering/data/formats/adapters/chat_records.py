@@ -1,4 +1,4 @@
-"""Chat records: Treering's own form, and OpenAI's fine-tuning form, which names no task."""
+"""Chat records: Treering's own format, and OpenAI's fine-tuning format, which names no task."""
 
 from collections.abc import Mapping
 from typing import Any

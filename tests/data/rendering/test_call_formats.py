@@ -1,4 +1,4 @@
-"""Tool calls are read in the form that the chat template writes, and in no other."""
+"""Tool calls are read in the format that the chat template writes, and in no other."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.data.rendering.chat_folder import said, with_template
-from treering.data.rendering.call_forms import FORMS, DescribedForm, PlainForm, find_call_form
+from treering.data.rendering.call_formats import FORMATS, DescribedFormat, PlainFormat, find_call_format
 from treering.data.rendering.template import ChatTemplate
 from treering.data.trajectory import ToolCall
 from treering.errors import InputError, UnsupportedError
@@ -61,7 +61,7 @@ CALLS = {
     "Llama 3": f'{{"name": "{NAME}", "parameters": {ARGUMENTS}}}{{{{ "\n" if not loop.last }}}}',
     "lines of JSON": f'{OBJECT}{{{{ "\n" if not loop.last }}}}',
 }
-"""What a template writes for each call, by the name of its form."""
+"""What a template writes for each call, by the name of its format."""
 
 PARAMETERS = {
     "text": {"type": "string", "description": "What."},
@@ -107,8 +107,8 @@ def written(template: ChatTemplate, *calls: ToolCall) -> str:
     return whole.rpartition("<|im_start|>assistant\n")[2].removesuffix("<|im_end|>\n")
 
 
-def read(form: Any, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    rest, calls = form.split(text, [TOOL])
+def read(call_format: Any, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    rest, calls = call_format.split(text, [TOOL])
     return rest, [(call.name, call.arguments) for call in calls]
 
 
@@ -116,8 +116,8 @@ def track(number: int, **arguments: Any) -> ToolCall:
     return ToolCall(name="track", arguments=arguments, id=f"functions.track:{number}")
 
 
-def test_every_form_has_a_template() -> None:
-    assert list(CALLS) == list(FORMS)
+def test_every_format_has_a_template() -> None:
+    assert list(CALLS) == list(FORMATS)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -125,20 +125,20 @@ def test_a_templates_form_is_found_and_reads_back_what_it_writes(
     tokenizer_dir: Path, tmp_path: Path, name: str
 ) -> None:
     template = template_of(tokenizer_dir, tmp_path, CALLS[name])
-    form = find_call_form(template, {})
-    assert form is FORMS[name]
+    call_format = find_call_format(template, {})
+    assert call_format is FORMATS[name]
     for key, value in VALUES.items():
-        assert read(form, written(template, track(0, **{key: value}))) == ("", [("track", {key: value})])
-    assert read(form, written(template, track(0, **VALUES))) == ("", [("track", VALUES)])
-    assert read(form, written(template, track(0)))[1] == [("track", {})]
+        assert read(call_format, written(template, track(0, **{key: value}))) == ("", [("track", {key: value})])
+    assert read(call_format, written(template, track(0, **VALUES))) == ("", [("track", VALUES)])
+    assert read(call_format, written(template, track(0)))[1] == [("track", {})]
     two = written(template, track(0, count=1), track(1, count=2))
-    rest, calls = read(form, f"So.\n{two}<|im_end|>")
+    rest, calls = read(call_format, f"So.\n{two}<|im_end|>")
     assert calls == [("track", {"count": 1}), ("track", {"count": 2})]
     assert rest.replace("<|im_end|>", "").strip() == "So."
     # A call that is cut off does not count.
     half = written(template, track(0, text="long"))
     half = half[: half.index("long") + 2]
-    assert read(form, half) == (half, [])
+    assert read(call_format, half) == (half, [])
 
 
 def test_a_call_in_another_form_is_text(tokenizer_dir: Path, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_call_in_another_form_is_text(tokenizer_dir: Path, tmp_path: Path) -> 
     names = CALLS.keys() - {"Llama 3", "Llama 4", "lines of JSON", "Mistral", "Mistral, one call each"}
     for i, name in enumerate(names):
         text = written(template_of(tokenizer_dir, tmp_path / str(i), CALLS[name]), track(0, count=1))
-        assert {other for other in names if read(FORMS[other], text)[1]} == {name}
+        assert {other for other in names if read(FORMATS[other], text)[1]} == {name}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_call_in_another_form_is_text(tokenizer_dir: Path, tmp_path: Path) -> 
 )
 def test_a_form_that_nobody_reads_is_refused(tokenizer_dir: Path, tmp_path: Path, calls: str, shown: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"writes a call of find_it as '{shown}".replace("|", r"\|")) as found:
-        find_call_form(template_of(tokenizer_dir, tmp_path, calls), {})
+        find_call_format(template_of(tokenizer_dir, tmp_path, calls), {})
     assert "leave out tools=, and read the calls from reply.text" in str(found.value)
     assert len(str(found.value)) <= 300
 
@@ -164,19 +164,19 @@ def test_a_form_that_nobody_reads_is_refused(tokenizer_dir: Path, tmp_path: Path
 def test_ends_inside_strings_end_no_call() -> None:
     inside = {"text": "</tool_call> <tool_call> </parameter> <|tool_call_end|> <tool_call|>"}
     tagged = f'<tool_call>{{"name": "track", "arguments": {json.dumps(inside)}}}</tool_call>'
-    assert read(FORMS["Hermes"], tagged) == ("", [("track", inside)])
-    assert read(FORMS["LFM2"], f"<|tool_call_start|>[track(text='{inside['text']}')]<|tool_call_end|>") == (
+    assert read(FORMATS["Hermes"], tagged) == ("", [("track", inside)])
+    assert read(FORMATS["LFM2"], f"<|tool_call_start|>[track(text='{inside['text']}')]<|tool_call_end|>") == (
         "",
         [("track", inside)],
     )
     gemma = f'<|tool_call>call:track{{text:<|"|>{inside["text"]}<|"|>}}<tool_call|>'
-    assert read(FORMS["Gemma 4"], gemma) == ("", [("track", inside)])
+    assert read(FORMATS["Gemma 4"], gemma) == ("", [("track", inside)])
 
 
 def test_the_schema_decides_the_type_of_a_text_and_without_one_it_is_json_or_python() -> None:
     def value(key: str, text: str) -> Any:
         [(_, found)] = read(
-            FORMS["GLM"], f"<tool_call>track<arg_key>{key}</arg_key><arg_value>{text}</arg_value></tool_call>"
+            FORMATS["GLM"], f"<tool_call>track<arg_key>{key}</arg_key><arg_value>{text}</arg_value></tool_call>"
         )[1]
         return found[key]
 
@@ -191,13 +191,13 @@ def test_an_id_that_the_model_writes_is_kept() -> None:
         ("Mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abcdefghi"}]'),
         ("Mistral, one call each", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}"),
     ):
-        assert [call.id for call in FORMS[name].split(text)[1]] == ["abcdefghi"]
+        assert [call.id for call in FORMATS[name].split(text)[1]] == ["abcdefghi"]
 
 
 def test_the_plain_form_reads_tags_or_lines_with_arguments() -> None:
-    assert read(PlainForm(), '{"name": "f", "arguments": {}}') == ("", [("f", {})])
-    assert read(PlainForm(), '{"name": "f", "parameters": {}}')[1] == []
-    assert read(PlainForm(), 'x {"name": "f", "arguments": {}}')[1] == []
+    assert read(PlainFormat(), '{"name": "f", "arguments": {}}') == ("", [("f", {})])
+    assert read(PlainFormat(), '{"name": "f", "parameters": {}}')[1] == []
+    assert read(PlainFormat(), 'x {"name": "f", "arguments": {}}')[1] == []
 
 
 RESPONSE = {
@@ -220,14 +220,14 @@ def test_a_tokenizers_own_response_template_comes_first(tokenizer_dir: Path, tmp
     pytest.importorskip("transformers.utils.chat_parsing")
     template = template_of(tokenizer_dir, tmp_path, f"CALL {NAME} WITH {ARGUMENTS};")
     settings = {"response_template": RESPONSE}
-    form = find_call_form(template, settings)
-    assert isinstance(form, DescribedForm)
+    call_format = find_call_format(template, settings)
+    assert isinstance(call_format, DescribedFormat)
     text = written(template, track(0, **VALUES))
-    assert read(form, f"So. {text}<|im_end|>") == ("So.", [("track", VALUES)])
-    assert read(form, text[:-9]) == (text[:-9], [])
-    # A form that does not read what the template writes is skipped.
+    assert read(call_format, f"So. {text}<|im_end|>") == ("So.", [("track", VALUES)])
+    assert read(call_format, text[:-9]) == (text[:-9], [])
+    # A format that does not read what the template writes is skipped.
     other = template_of(tokenizer_dir, tmp_path / "other", CALLS["GLM"])
-    assert find_call_form(other, settings) is FORMS["GLM"]
+    assert find_call_format(other, settings) is FORMATS["GLM"]
 
 
 SCHEMA = {
@@ -253,10 +253,10 @@ SCHEMA = {
 def test_a_response_schema_is_read_by_a_transformers_that_knows_it(tokenizer_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers.utils.chat_parsing_utils")
     template = template_of(tokenizer_dir, tmp_path, f"CALL {NAME} WITH {ARGUMENTS};")
-    form = find_call_form(template, {"response_schema": SCHEMA})
-    assert isinstance(form, DescribedForm)
+    call_format = find_call_format(template, {"response_schema": SCHEMA})
+    assert isinstance(call_format, DescribedFormat)
     text = written(template, track(0, count=1), track(1, text="x"))
-    assert read(form, f"So. {text}") == ("So. ", [("track", {"count": 1}), ("track", {"text": "x"})])
+    assert read(call_format, f"So. {text}") == ("So. ", [("track", {"count": 1}), ("track", {"text": "x"})])
 
 
 def trl_templates() -> list[Path]:
@@ -271,11 +271,11 @@ def test_templates_that_trl_ships_are_read_or_refused(tokenizer_dir: Path, tmp_p
     template = ChatTemplate(with_template(tokenizer_dir, tmp_path, file.read_text(encoding="utf-8")))
     call = ToolCall(name="track", arguments={"text": "Oslo 7", "code": "75001", "count": 3}, id="call00001")
     try:
-        form = find_call_form(template, {})
+        call_format = find_call_format(template, {})
     except UnsupportedError:
         chat = [said("user", "Hi"), said("assistant", "", tool_calls=(call,))]
         with suppress(InputError):
             assert "75001" not in template.text(chat, [TOOL])
         return
     whole = template.text([said("user", "Hi"), said("assistant", "", tool_calls=(call,))], [TOOL])
-    assert read(form, whole.rpartition("Hi")[2])[1] == [("track", call.arguments)]
+    assert read(call_format, whole.rpartition("Hi")[2])[1] == [("track", call.arguments)]

@@ -1,7 +1,7 @@
-"""The forms in which models write tool calls, and the detection of a chat template's form.
+"""The formats in which models write tool calls, and the detection of a chat template's format.
 
-A form is an entry of `FORMS`: an opening, a body (JSON, tags of parameters, Python, or Gemma's notation) and a closing.
-The form of a template is the one that reads a rendered call.
+A format is an entry of `FORMATS`: an opening, a body (JSON, tags of parameters, Python, Gemma's notation) and a closing.
+The format of a template is the one that reads a rendered call.
 """
 
 import ast
@@ -211,16 +211,16 @@ def _python_call(node: ast.AST | None) -> ToolCall:
     return _call(ast.unparse(node.func), json.loads(json.dumps(found)))
 
 
-class CallForm(Protocol):
-    """A form of tool calls."""
+class CallFormat(Protocol):
+    """A format of tool calls."""
 
     def split(self, text: str, tools: Tools = ()) -> tuple[str, tuple[ToolCall, ...]]:
         """Return the text without its calls, and the calls in order; an incomplete call stays text."""
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenForm:
-    """A form with an opening, a body and a closing."""
+class WrittenFormat:
+    """A format with an opening, a body and a closing."""
 
     opening: re.Pattern[str]
     body: Body
@@ -251,8 +251,8 @@ class WrittenForm:
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedForm:
-    """A form that the tokenizer's settings describe and transformers parses."""
+class DescribedFormat:
+    """A format that the tokenizer's settings describe and transformers parses."""
 
     key: str
     """"response_template" (transformers 5.13 and later) or "response_schema" (earlier)."""
@@ -276,22 +276,22 @@ class DescribedForm:
         return import_module(f"{parsing}_utils").recursive_parse(text, description)
 
 
-def _form(opening: str, body: Body, closing: str) -> WrittenForm:
-    return WrittenForm(re.compile(opening, re.MULTILINE), body, re.compile(closing, re.MULTILINE))
+def _delimited(opening: str, body: Body, closing: str) -> WrittenFormat:
+    return WrittenFormat(re.compile(opening, re.MULTILINE), body, re.compile(closing, re.MULTILINE))
 
 
 _LIST = records("arguments", "parameters")
 _WRAPPED = r"(?:<[^\s<>/]*(?:function_calls|tool_calls?)>\s*)?"
 _UNWRAPPED = r"(?:\s*</[^\s<>]*(?:function_calls|tool_calls?)>)?"
 
-TAGGED = _form(r"<tool_call>\s*", records("arguments"), r"\s*</tool_call>")
+TAGGED = _delimited(r"<tool_call>\s*", records("arguments"), r"\s*</tool_call>")
 """Hermes, Qwen2.5, Qwen3: JSON between <tool_call> and </tool_call>."""
-LINES = _form(r"^[ \t]*(?=[{\[])", records("arguments"), r"[ \t]*(?=$|<)")
+LINES = _delimited(r"^[ \t]*(?=[{\[])", records("arguments"), r"[ \t]*(?=$|<)")
 """JSON with name and arguments on its own line."""
 
-FORMS: Mapping[str, WrittenForm] = {
+FORMATS: Mapping[str, WrittenFormat] = {
     "Hermes": TAGGED,
-    "Qwen3-Coder": _form(
+    "Qwen3-Coder": _delimited(
         r"(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[^>\n]+)>(?!\s*\{)",
         tags(
             r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
@@ -299,7 +299,7 @@ FORMS: Mapping[str, WrittenForm] = {
         ),
         r"\s*</function>(?:\s*</(?:seed:)?tool_call>)?",
     ),
-    "GLM": _form(
+    "GLM": _delimited(
         r"<tool_call>\s*(?P<name>[^\s<{]+)\s*(?=<arg_key>|</tool_call>)",
         tags(
             r"\s*<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
@@ -307,7 +307,7 @@ FORMS: Mapping[str, WrittenForm] = {
         ),
         r"\s*</tool_call>",
     ),
-    "invoke": _form(
+    "invoke": _delimited(
         rf"(?:(?:<\|start\|>assistant)? ?to=[^\s<]+<\|message\|>\s*)?{_WRAPPED}"
         r'<[^\s<>/]*?invoke name="(?P<name>[^"]+)">',
         tags(
@@ -316,59 +316,59 @@ FORMS: Mapping[str, WrittenForm] = {
         ),
         rf"\s*</[^\s<>]*?invoke>{_UNWRAPPED}",
     ),
-    "harmony": _form(
+    "harmony": _delimited(
         r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)? ?to=(?:functions\.)?(?P<name>[\w.-]+)"
         r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>\s*(?=\{)",
         named,
         r"\s*(?:<\|call\|>|<\|end\|>|\Z)",
     ),
-    "Gemma 4": _form(
+    "Gemma 4": _delimited(
         r"<\|tool_call>\s*call:(?P<name>[\w.-]+)\s*(?=\{)", marked('<|"|>'), r"\s*<tool_call\|>(?:<\|tool_response>)?"
     ),
-    "FunctionGemma": _form(
+    "FunctionGemma": _delimited(
         r"<start_function_call>\s*call:(?P<name>[\w.-]+)\s*(?=\{)",
         marked("<escape>"),
         r"\s*<end_function_call>(?:<start_function_response>)?",
     ),
-    "LFM2": _form(r"<\|tool_call_start\|>\s*", python(r"<\|tool_call_end\|>"), r"<\|tool_call_end\|>"),
-    "OLMo 3": _form(r"<function_calls>\s*", python("</function_calls>"), "</function_calls>"),
-    "DeepSeek": _form(
+    "LFM2": _delimited(r"<\|tool_call_start\|>\s*", python(r"<\|tool_call_end\|>"), r"<\|tool_call_end\|>"),
+    "OLMo 3": _delimited(r"<function_calls>\s*", python("</function_calls>"), "</function_calls>"),
+    "DeepSeek": _delimited(
         r"(?:<\uff5ctool▁calls▁begin\uff5c>\s*)?<\uff5ctool▁call▁begin\uff5c>(?:function<\uff5ctool▁sep\uff5c>)?(?P<name>[^\s<>{]+)"
         r"(?:<\uff5ctool▁sep\uff5c>)?\s*(?:```json\s*)?(?=\{)",
         named,
         r"\s*(?:```\s*)?<\uff5ctool▁call▁end\uff5c>(?:\s*<\uff5ctool▁calls▁end\uff5c>)?",
     ),
-    "Mistral": _form(r"\[TOOL_CALLS\]\s*(?=\[)", _LIST, ""),
-    "Mistral, one call each": _form(
+    "Mistral": _delimited(r"\[TOOL_CALLS\]\s*(?=\[)", _LIST, ""),
+    "Mistral, one call each": _delimited(
         r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]]+)\s*)?(?:\[ARGS\])?\s*(?=\{)",
         named,
         "",
     ),
-    "Cohere": _form(r"<\|START_ACTION\|>\s*", _LIST, r"\s*<\|END_ACTION\|>"),
-    "Command R": _form(r"Action:\s*```json\s*", _LIST, r"\s*```"),
-    "Kimi K2": _form(
+    "Cohere": _delimited(r"<\|START_ACTION\|>\s*", _LIST, r"\s*<\|END_ACTION\|>"),
+    "Command R": _delimited(r"Action:\s*```json\s*", _LIST, r"\s*```"),
+    "Kimi K2": _delimited(
         r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
         r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*",
         named,
         r"\s*<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
     ),
-    "Phi-4, Granite 3": _form(r"<\|tool_call\|>\s*", _LIST, r"(?:\s?<\|/tool_call\|>)?"),
-    "Hunyuan, MiniMax": _form(r"<tool_calls>\s*", _LIST, r"\s*</tool_calls>"),
-    "InternLM": _form(r"<\|action_start\|>\s*<\|plugin\|>\s*", _LIST, r"\s*<\|action_end\|>"),
-    "functionary": _form(r"<function=(?P<name>[^>\s]+)>\s*(?=\{)", named, r"\s*</function>"),
-    "Llama 4": _form(
+    "Phi-4, Granite 3": _delimited(r"<\|tool_call\|>\s*", _LIST, r"(?:\s?<\|/tool_call\|>)?"),
+    "Hunyuan, MiniMax": _delimited(r"<tool_calls>\s*", _LIST, r"\s*</tool_calls>"),
+    "InternLM": _delimited(r"<\|action_start\|>\s*<\|plugin\|>\s*", _LIST, r"\s*<\|action_end\|>"),
+    "functionary": _delimited(r"<function=(?P<name>[^>\s]+)>\s*(?=\{)", named, r"\s*</function>"),
+    "Llama 4": _delimited(
         r"^[ \t]*(?:<\|python_start\|>)?(?=\[\w)",
         python(r"(?m)(?<=\])(?=[ \t]*(?:$|<))"),
         r"[ \t]*(?:<\|python_end\|>)?(?=$|[ \t]*<)",
     ),
-    "Llama 3": _form(r"^[ \t]*(?:<\|python_tag\|>)?(?=\{)", records("parameters"), r"[ \t]*;?[ \t]*(?=$|<)"),
+    "Llama 3": _delimited(r"^[ \t]*(?:<\|python_tag\|>)?(?=\{)", records("parameters"), r"[ \t]*;?[ \t]*(?=$|<)"),
     "lines of JSON": LINES,
 }
-"""Forms by name; a form that reads only part of another form's calls comes after it."""
+"""Formats by name; a format that reads only part of another format's calls comes after it."""
 
 
-class PlainForm:
-    """The form of chats without a template: `TAGGED`, or `LINES` if there is no tag."""
+class PlainFormat:
+    """The format of chats without a template: `TAGGED`, or `LINES` if there is no tag."""
 
     def split(self, text: str, tools: Tools = ()) -> tuple[str, tuple[ToolCall, ...]]:
         """Split by `TAGGED` if the text has its tag, else by `LINES`."""
@@ -398,26 +398,26 @@ _MARKER = re.compile(r"<[|\uff5c][^<>\s]*>|<[^<>\s]*[|\uff5c]>|</s>")
 _ANSWER = "mark-kram"
 
 
-def find_call_form(template: ChatTemplate, settings: Mapping[str, Any]) -> CallForm:
-    """Return the form that reads a call which the template has rendered.
+def find_call_format(template: ChatTemplate, settings: Mapping[str, Any]) -> CallFormat:
+    """Return the format that reads a call which the template has rendered.
 
     Args:
         template: a chat template.
-        settings: settings of the tokenizer, whose description of the form is tried first.
+        settings: settings of the tokenizer, whose description of the format is tried first.
 
     Raises:
-        UnsupportedError: no form reads the call.
+        UnsupportedError: no format reads the call.
     """
     keys = [key for key in ("response_template", "response_schema") if isinstance(settings.get(key), Mapping)]
-    forms: list[CallForm] = [*(DescribedForm(key, settings[key]) for key in keys), *FORMS.values()]
+    call_formats: list[CallFormat] = [*(DescribedFormat(key, settings[key]) for key in keys), *FORMATS.values()]
     written = ""
     for identifier in _IDS:
         call = ToolCall(name="find_it", arguments=_ARGUMENTS, id=identifier)
         written = _written(template, Message(role="assistant", content="", tool_calls=(call,))) or written
         ends = {*template.special_tokens, _written(template, Message(role="assistant", content=_ANSWER)).strip()}
-        for form in forms:
-            if _reads(form, written, ends):
-                return form
+        for call_format in call_formats:
+            if _reads(call_format, written, ends):
+                return call_format
     raise UnsupportedError(
         "tools= needs a chat template whose tool calls Treering can read, and this one writes a call of find_it as "
         f"{written!r:.90}; write the schemas into a message, leave out tools=, and read the calls from reply.text"
@@ -436,8 +436,8 @@ def _written(template: ChatTemplate, turn: Message) -> str:
     return found.text[found.span.start : found.span.stop].rpartition(_ANSWER)[2]
 
 
-def _reads(form: CallForm, written: str, ends: set[str]) -> bool:
-    rest, calls = form.split(written[answer_start(written) or 0 :], [_TOOL])
+def _reads(call_format: CallFormat, written: str, ends: set[str]) -> bool:
+    rest, calls = call_format.split(written[answer_start(written) or 0 :], [_TOOL])
     if [(call.name, call.arguments) for call in calls] != [("find_it", _ARGUMENTS)]:
         return False
     for end in sorted(ends, key=len, reverse=True):
