@@ -25,8 +25,8 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.models import VOCAB
-from treering.model import recurrence_plan
-from treering.model.recurrence_plan import Price
+from treering.model import recurrence_calls
+from treering.model.recurrence_calls import Price
 
 _SHAPE = {
     **{"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8},
@@ -141,8 +141,8 @@ def planned(name: str) -> Iterator[None]:
     """Inside the block, recurrent layers are planned in this way, with no bound on what is rescanned."""
     planning = PLANNINGS[name]
     with (
-        mock.patch.object(recurrence_plan, "price_on", return_value=planning.price),
-        mock.patch.object(recurrence_plan, "THRESHOLDS", planning.thresholds),
-        mock.patch.object(recurrence_plan, "MAX_GROWTH", float("inf")),
+        mock.patch.object(recurrence_calls, "price_on", return_value=planning.price),
+        mock.patch.object(recurrence_calls, "THRESHOLDS", planning.thresholds),
+        mock.patch.object(recurrence_calls, "MAX_GROWTH", float("inf")),
     ):
         yield

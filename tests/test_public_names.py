@@ -36,7 +36,7 @@ SCHEDULE = {
     "Forecast": "policy",
     "HistoPipe": "histopipe",
     "Latency": "cluster",
-    "PlanRequest": "policy",
+    "AssignmentRequest": "policy",
     "Timeline": "simulator",
     "Trace": "traces",
     "TraceStep": "traces",

@@ -14,11 +14,11 @@ from treering.errors import InputError
 from treering.history.budget import non_decreasing
 from treering.schedule.cluster import Latency
 from treering.schedule.histopipe import make_policy
-from treering.schedule.policy import Assignment, Forecast, PlanRequest, SchedulePolicy
+from treering.schedule.policy import Assignment, AssignmentRequest, Forecast, SchedulePolicy
 from treering.schedule.predict import make_predictor
 from treering.schedule.simulator import Timeline, simulate
 from treering.schedule.traces import Trace, TraceStep
-from treering.train.loop.batches import StepPlan
+from treering.train.loop.batches import StepTasks
 
 _NUM_STATES = 3
 """Slowdown of a pass: alone, next to one other busy process, and next to two or more."""
@@ -89,7 +89,7 @@ class MeasuredLatencyPolicy(SchedulePolicy):
         """Name of the policy."""
         return self._policy.name
 
-    def assign(self, request: PlanRequest) -> Assignment:
+    def assign(self, request: AssignmentRequest) -> Assignment:
         """Assign with the latency that was known two steps and the staleness ago."""
         known = self._latencies[max(0, request.step - 2 - request.cluster.staleness)]
         cluster = replace(request.cluster, latency=known or request.cluster.latency)
@@ -190,8 +190,10 @@ def _num_covering(times: NDArray[np.float64], spans: NDArray[np.float64]) -> NDA
 def _trace(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
     """A run's rollouts, int64 [R] for each step, with the lengths forecast when each step was planned."""
     predictor = make_predictor(max_tokens=config.sampling.max_tokens)
-    plan = StepPlan(num_tasks=config.task.num_prompts, trees_per_step=config.rl.prompts_per_step, seed=config.rl.seed)
-    prompts, size = [plan.tasks_of(step) for step in range(1, len(lengths) + 1)], config.rl.group_size
+    step_tasks = StepTasks(
+        num_tasks=config.task.num_prompts, trees_per_step=config.rl.prompts_per_step, seed=config.rl.seed
+    )
+    prompts, size = [step_tasks.tasks_of(step) for step in range(1, len(lengths) + 1)], config.rl.group_size
     steps = []
     for number, (own, real) in enumerate(zip(prompts, lengths, strict=True), 1):
         known = number - 1 - config.rl.staleness

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from treering.tree.plan import share_among_ranks
 
 from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import check_runs, chosen, environment
 from benchmarks.ranks.worker import MAX_TOKENS, SHAPE
 from benchmarks.tree.sets import NO_DATA, TaskSource, find_source
 from treering.errors import StateError
-from treering.train.loop.batches import StepPlan
+from treering.train.loop.batches import StepTasks
 from treering.tree.forest import Forest
-from treering.tree.plan import share_among_ranks
 
 NOTE = "several minutes; needs the real-data folder (TREERING_DATA)"
 TABLES = {"sets": ("name", "flat_tokens", "flat_tokens_per_s", "seconds", "busiest_over_mean")}
@@ -87,8 +87,8 @@ def imbalance(forests: Sequence[Forest]) -> dict[str, dict[str, float]]:
 
     Example: forests of 3, 1 and 2 tokens in one step on two ranks are 5/3 in turn, and 1 by cost.
     """
-    plan = StepPlan(num_tasks=len(forests), trees_per_step=TREES_PER_STEP, seed=0)
-    steps = [[forests[i] for i in plan.tasks_of(step + 1)] for step in range(plan.steps_per_epoch)]
+    step_tasks = StepTasks(num_tasks=len(forests), trees_per_step=TREES_PER_STEP, seed=0)
+    steps = [[forests[i] for i in step_tasks.tasks_of(step + 1)] for step in range(step_tasks.steps_per_epoch)]
     found = {}
     for num_ranks in NUM_RANKS:
         busiest = {"by_cost": 0.0, "equal_counts": 0.0}

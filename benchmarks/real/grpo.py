@@ -42,7 +42,7 @@ class PhaseClock:
         run.loop.step = self._timed  # type: ignore[method-assign]
         run.loop.on_progress = self._hear
 
-    def _hear(self, phase: str, num_done: int, num_planned: int) -> None:
+    def _hear(self, phase: str, num_done: int, num_total: int) -> None:
         now = time.process_time()
         self._running[self._phase] += now - self._since
         self._phase, self._since = phase, now

@@ -7,13 +7,13 @@ import pytest
 from treering.cli.session import RunLength
 from treering.cli.sft import with_step_size
 from treering.config import SftConfig
-from treering.train.loop.batches import StepPlan
+from treering.train.loop.batches import StepTasks
 
 
 def length(num_tasks: int, per_step: int, *, steps: int | None = None, epochs: int | None = 1, schedule="constant"):
-    plan = StepPlan(num_tasks=num_tasks, trees_per_step=per_step, seed=0)
+    step_tasks = StepTasks(num_tasks=num_tasks, trees_per_step=per_step, seed=0)
     names = {"section": "train", "per_step": "trees_per_step"}
-    return RunLength(**names, plan=plan, num_steps=steps, num_epochs=epochs, schedule=schedule)
+    return RunLength(**names, step_tasks=step_tasks, num_steps=steps, num_epochs=epochs, schedule=schedule)
 
 
 @pytest.mark.parametrize(

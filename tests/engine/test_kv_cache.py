@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.engine.test_torch_engine import recomputing, run
 from tests.models import VOCAB
-from treering.engine.kv_cache import Source, SpanAllocator, plan_copies
+from treering.engine.kv_cache import Source, SpanAllocator, list_copies
 from treering.engine.protocol import Request, Rollout, Sampling
 from treering.engine.torch_engine import TorchEngine
 
@@ -216,6 +216,6 @@ def test_copies_chain_spans_without_a_gap_and_take_the_longest() -> None:
         Source(tokens[:18], 13, 400),  # after a gap
         Source(np.append(tokens[:8], 99), 0, 500),
     ]
-    assert [tuple(copy) for copy in plan_copies(spans, tokens)] == [(500, 0, 8, 500), (304, 8, 4, 300)]
-    assert plan_copies(spans, tokens, num_computed=12) == []
-    assert [copy.first for copy in plan_copies(spans, tokens, num_computed=13)] == [13]
+    assert [tuple(copy) for copy in list_copies(spans, tokens)] == [(500, 0, 8, 500), (304, 8, 4, 300)]
+    assert list_copies(spans, tokens, num_computed=12) == []
+    assert [copy.first for copy in list_copies(spans, tokens, num_computed=13)] == [13]

@@ -17,7 +17,7 @@ from treering.attention import TreeLayout
 from treering.errors import StateError, UnsupportedError
 from treering.model.context import tree_attention
 from treering.model.forward import forward
-from treering.model.recurrence_plan import plan_of
+from treering.model.recurrence_calls import calls_of
 from treering.tree.forest import Forest
 
 MODELS = {family: build_wide(family) for family in DENSE}
@@ -71,7 +71,7 @@ def test_a_tree_of_single_tokens_is_one_call_per_level_and_exact(family: str) ->
     sequences = [[a, 8 + b, 16 + c] for a in range(2) for b in range(3) for c in range(2)]
     layout = TreeLayout(Forest.from_sequences(sequences), torch.device("cpu"))
     with planned("fork"):
-        assert [len(level) for level in plan_of(layout).levels] == [1, 1, 1]
+        assert [len(level) for level in calls_of(layout).levels] == [1, 1, 1]
         assert_forward_is_exact(MODELS[family], sequences, 1e-11)
 
 

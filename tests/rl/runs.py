@@ -74,7 +74,7 @@ def script(request: Request) -> list[int]:
 
 def scripted_step(loop: RlLoop) -> Iterator[tuple[list[int], list[int]]]:
     """Return prompt and response of each rollout that the script writes for a `TinyTask` loop's first step."""
-    for prompt in (TinyTask().prompts[i] for i in loop.plan.tasks_of(1)):
+    for prompt in (TinyTask().prompts[i] for i in loop.step_tasks.tasks_of(1)):
         for sample in range(4):
             request = Request(prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=SAMPLING, sample=sample)
             yield prompt.tokens.tolist(), script(request)

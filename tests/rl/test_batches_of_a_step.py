@@ -132,7 +132,7 @@ def groups_trained(monkeypatch: pytest.MonkeyPatch, loop: RlLoop, num_steps: int
 def test_dynamic_sampling_fills_a_batch_with_the_filtered_list_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Sometimes({"p0", "p3", "p4"})
     loop = scripted_loop(task=task, max_gen_batches=6)
-    order = [f"p{i}" for batch in range(1, 40) for i in loop.plan.tasks_of(batch)]
+    order = [f"p{i}" for batch in range(1, 40) for i in loop.step_tasks.tasks_of(batch)]
     found = groups_trained(monkeypatch, loop, 4)
     expected, start = [], 0
     for _ in range(4):

@@ -81,7 +81,7 @@ def test_steps_are_those_of_plain_grpo_on_flat_sequences(temperature: float, cap
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)
     for step in range(1, 6):
-        chosen = loop.plan.tasks_of(step)
+        chosen = loop.step_tasks.tasks_of(step)
         loss = flat_loss(model, [(prompts[i], expected_group(prompts[i], draws[i])) for i in chosen], temperature, cap)
         for i in chosen:
             draws[i] += 1
@@ -169,7 +169,7 @@ def test_a_step_with_equal_rewards_changes_no_weight_and_is_reported() -> None:
 def test_a_report_counts_what_the_step_did() -> None:
     loop = scripted_loop()
     report = loop.step()
-    prompts = [TinyTask().prompts[i] for i in loop.plan.tasks_of(1)]
+    prompts = [TinyTask().prompts[i] for i in loop.step_tasks.tasks_of(1)]
     flat = [(prompt.tokens.tolist(), tokens) for prompt in prompts for tokens in expected_group(prompt, 0)]
     rewards = [share_even(tokens) for _, tokens in flat]
     assert (report.step, report.epoch, report.version) == (1, 0, 0)
@@ -200,7 +200,7 @@ def test_versions_and_draws_rise_and_latest_tells_them() -> None:
         assert (report.epoch, report.version, loop.version, loop.engine.version) == (epoch, epoch, epoch + 1, epoch + 1)
         assert {(row.step, row.epoch, row.version) for row in loop.latest} == {(epoch + 1, epoch, epoch)}
         assert [(row.task_id, row.trial) for row in loop.latest] == [
-            (f"p{i}", sample) for i in loop.plan.tasks_of(epoch + 1) for sample in range(4)
+            (f"p{i}", sample) for i in loop.step_tasks.tasks_of(epoch + 1) for sample in range(4)
         ]
         row = loop.latest[0]
         prompt = next(prompt for prompt in TinyTask().prompts if prompt.prompt_id == row.task_id)

@@ -101,7 +101,7 @@ def train(
     loop = sampling_loop(build_float64(), (memory or eager()) if drafts else None)
     interruption = Interruption(RankGroup())
 
-    def hear(phase: Phase, num_done: int, num_planned: int) -> None:
+    def hear(phase: Phase, num_done: int, num_total: int) -> None:
         # Some rollouts are sampled, or all are and none is trained.
         if (loop.num_steps_done, phase) == signal_in and (num_done > 0 or phase == "training"):
             interruption.request(signal.SIGTERM)

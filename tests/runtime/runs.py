@@ -20,11 +20,11 @@ from treering.rl.tasks.task import Task
 from treering.runtime.controller import PipelineSpec
 from treering.runtime.open_step import OpenStep
 from treering.runtime.pipeline import PipelineLoop
-from treering.runtime.planning import Planner, RolloutPlan
 from treering.runtime.process import Actors
+from treering.runtime.scheduling import StepAssignment, StepScheduler
 from treering.schedule.cluster import Cluster, Latency, Rebalancing, linear_latency
 from treering.schedule.migration import Prices
-from treering.schedule.policy import Assignment, PlanRequest, SchedulePolicy
+from treering.schedule.policy import Assignment, AssignmentRequest, SchedulePolicy
 from treering.schedule.predict import LengthPredictor, make_predictor
 from treering.train.loop.reference import MakeReference
 
@@ -41,7 +41,7 @@ class Dealt(SchedulePolicy):
     def name(self) -> str:
         return f"dealt {self._stealing}"
 
-    def assign(self, request: PlanRequest) -> Assignment:
+    def assign(self, request: AssignmentRequest) -> Assignment:
         size = request.forecasts[0].num_rollouts
         workers = (np.arange(size) + request.step) % request.cluster.num_workers
         return Assignment(workers=workers, order=np.arange(size)[::-1], stealing=self._stealing)
@@ -50,7 +50,7 @@ class Dealt(SchedulePolicy):
 class Lopsided(Dealt):
     """Policy that assigns all rollouts but the last one to the first worker."""
 
-    def assign(self, request: PlanRequest) -> Assignment:
+    def assign(self, request: AssignmentRequest) -> Assignment:
         size = request.forecasts[0].num_rollouts
         workers = np.zeros(size, np.int32)
         workers[-1] = request.cluster.num_workers - 1
@@ -65,8 +65,8 @@ class Noting(Dealt):
         self.events: list[tuple[Any, ...]] = []
         self.latencies: dict[int, Latency] = {}
 
-    def assign(self, request: PlanRequest) -> Assignment:
-        self.events.append(("planned", request.step, [float(each.lengths.sum()) for each in request.forecasts]))
+    def assign(self, request: AssignmentRequest) -> Assignment:
+        self.events.append(("assigned", request.step, [float(each.lengths.sum()) for each in request.forecasts]))
         self.latencies[request.step] = request.cluster.latency
         return super().assign(request)
 
@@ -77,9 +77,9 @@ class Noting(Dealt):
 GIVEN = linear_latency(step_s=20.0, row_s=0.05)
 
 
-def planner(policy: SchedulePolicy, *, num_workers: int = 2, rebalancing: Rebalancing = "queued") -> Planner:
-    """Return a planner of five steps of two prompts in groups of two, at staleness 1."""
-    return Planner(
+def scheduler(policy: SchedulePolicy, *, num_workers: int = 2, rebalancing: Rebalancing = "queued") -> StepScheduler:
+    """Return a scheduler of five steps of two prompts in groups of two, at staleness 1."""
+    return StepScheduler(
         policy,
         LengthPredictor(guess=10),
         Cluster(
@@ -96,15 +96,15 @@ PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
 
 
 def open_step(
-    workers: Sequence[int], *, predicted: Sequence[float] | None = None, step: int = 1, group_size: int = 4, **plan: Any
+    workers: Sequence[int], *, predicted: Sequence[float] | None = None, step: int = 1, group_size: int = 4, **more: Any
 ) -> OpenStep:
-    """Return a step of groups whose rollouts run on these workers, of two; `plan` has fields of its `Assignment`."""
+    """Return a step of groups whose rollouts run on these workers, of two; `more` has fields of its `Assignment`."""
     size = len(workers)
-    plan = {"order": np.arange(size), **plan}
+    more = {"order": np.arange(size), **more}
     return OpenStep(
-        RolloutPlan(
+        StepAssignment(
             step=step,
-            assignment=Assignment(workers=np.array(workers), **plan),
+            assignment=Assignment(workers=np.array(workers), **more),
             predicted=np.ones(size) if predicted is None else np.array(predicted, float),
         ),
         Collection(TinyTask(size // group_size).prompts, {}, group_size=group_size, sampling=SAMPLING),

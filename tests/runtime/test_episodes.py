@@ -29,7 +29,7 @@ from treering.rl.loop import RlLoop
 from treering.runtime.controller import PipelineSpec
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.cluster import STANDARD, Cluster
-from treering.schedule.policy import Assignment, PlanRequest, SchedulePolicy
+from treering.schedule.policy import Assignment, AssignmentRequest, SchedulePolicy
 from treering.schedule.predict import make_predictor
 
 CHOSEN = RlOptions(
@@ -96,7 +96,7 @@ def alone(recipe: EnvRecipe) -> RlLoop:
 class InOrder(Dealt):
     """Policy that starts rollouts in the order of one process."""
 
-    def assign(self, request: PlanRequest) -> Assignment:
+    def assign(self, request: AssignmentRequest) -> Assignment:
         dealt = super().assign(request)
         return replace(dealt, order=np.arange(request.forecasts[0].num_rollouts))
 

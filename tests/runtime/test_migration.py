@@ -20,7 +20,7 @@ from treering.runtime.migration import Held, choose_move
 from treering.runtime.open_step import OpenStep
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.migration import MAX_MOVES
-from treering.schedule.policy import Assignment, Moving, PlanRequest
+from treering.schedule.policy import Assignment, AssignmentRequest, Moving
 
 NUM_STEPS = 4
 NUM_SLOTS = 16
@@ -37,7 +37,7 @@ class Moves(Dealt):
         super().__init__()
         self._moving: Moving = moving
 
-    def assign(self, request: PlanRequest) -> Assignment:
+    def assign(self, request: AssignmentRequest) -> Assignment:
         size = request.forecasts[0].num_rollouts
         workers = np.zeros(size, np.int32)
         workers[-3:] = (1, 1, 2)

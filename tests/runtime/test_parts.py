@@ -1,11 +1,11 @@
-"""Accounts, queues and plans, without processes."""
+"""Accounts, queues and steps, without processes."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.runtime.runs import Noting, open_step, planner
+from tests.runtime.runs import Noting, open_step, scheduler
 from treering.errors import StateError
 from treering.runtime.account import Account
 from treering.runtime.open_step import OpenStep
@@ -34,7 +34,7 @@ def test_an_account_adds_up_or_is_refused() -> None:
     assert (total.trained, total.worker_deaths, total.as_dict()["scheduled"]) == (8, 2, 16)
 
 
-def test_without_stealing_a_share_goes_out_at_once_in_the_planned_order() -> None:
+def test_without_stealing_a_share_goes_out_at_once_in_the_scheduled_order() -> None:
     run = step_run([0, 0, 0, 1, 0, 0, 0, 1])
     assert names(run.take(0, num_running=0, max_batch=2)) == [6, 5, 4, 2, 1, 0]
     assert not run.has_work(0)
@@ -63,34 +63,34 @@ def test_any_worker_with_room_takes_the_requests_of_a_dead_one() -> None:
 
 def test_a_policy_gets_up_to_four_forecasts_and_the_observed_lengths() -> None:
     policy = Noting()
-    plans = planner(policy)
-    plans.plan(1)
-    plans.plan(2)
-    plans.plan(2)
-    plans.observe(1, np.array([4, 4, 6, 6]))
-    plans.plan(3)
+    steps = scheduler(policy)
+    steps.schedule(1)
+    steps.schedule(2)
+    steps.schedule(2)
+    steps.observe(1, np.array([4, 4, 6, 6]))
+    steps.schedule(3)
     assert policy.events == [
-        ("planned", 1, [40.0] * 4),
-        ("planned", 2, [40.0] * 4),
+        ("assigned", 1, [40.0] * 4),
+        ("assigned", 2, [40.0] * 4),
         ("learnt", 1, [4, 4, 6, 6]),
         # a, b and the unknown c are predicted at 4, 6 and the median 5.
-        ("planned", 3, [22.0, 20.0, 18.0]),
+        ("assigned", 3, [22.0, 20.0, 18.0]),
     ]
 
 
-def test_restored_plans_are_not_made_again() -> None:
+def test_restored_assignments_are_not_made_again() -> None:
     policies = Noting(), Noting(), Noting()
-    first = planner(policies[0])
+    first = scheduler(policies[0])
     for step in (1, 2):
-        first.plan(step)
+        first.schedule(step)
     first.observe(1, np.array([4, 4, 6, 6]))
-    second, other = planner(policies[1]), planner(policies[2], num_workers=3)
+    second, other = scheduler(policies[1]), scheduler(policies[2], num_workers=3)
     second.load_state(first.state())
     other.load_state(first.state())
     for each in (first, second, other):
-        each.plan(2)
-        each.plan(3)
+        each.schedule(2)
+        each.schedule(3)
     assert policies[1].events == policies[0].events[2:]
-    assert [(kind, step) for kind, step, _ in policies[2].events] == [("learnt", 1), ("planned", 2), ("planned", 3)]
-    np.testing.assert_array_equal(first.plan(2).assignment.workers, second.plan(2).assignment.workers)
-    assert other.plan(2).assignment.workers.max() == 2
+    assert [(kind, step) for kind, step, _ in policies[2].events] == [("learnt", 1), ("assigned", 2), ("assigned", 3)]
+    np.testing.assert_array_equal(first.schedule(2).assignment.workers, second.schedule(2).assignment.workers)
+    assert other.schedule(2).assignment.workers.max() == 2

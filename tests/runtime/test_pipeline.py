@@ -24,7 +24,7 @@ from treering.rl.sampler import with_stops
 from treering.rl.trainer import Trainer
 from treering.runtime.messages import Recipe
 from treering.runtime.pipeline import PipelineLoop
-from treering.train.loop.batches import StepPlan
+from treering.train.loop.batches import StepTasks
 
 CLOSE = 1e-8
 
@@ -57,13 +57,13 @@ def stale(recipe: Recipe, chosen: RlOptions, num_steps: int, staleness: int) -> 
     trainer, sampling = Trainer(model, PLAIN, chosen), with_stops(chosen.sampling, task)
     weights, rows = [copy.deepcopy(model.state_dict())], []
     draws = dict.fromkeys((prompt.prompt_id for prompt in task.prompts), 0)
-    plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=chosen.prompts_per_step, seed=chosen.seed)
+    step_tasks = StepTasks(num_tasks=len(task.prompts), trees_per_step=chosen.prompts_per_step, seed=chosen.seed)
     sample: Any = collect_episodes if isinstance(task, EnvironmentTask) else collect
     for step in range(1, num_steps + 1):
         version = max(0, step - 1 - staleness)
         sampler = recipe.make_model()
         sampler.load_state_dict(weights[version])
-        prompts = [task.prompts[i] for i in plan.tasks_of(step)]
+        prompts = [task.prompts[i] for i in step_tasks.tasks_of(step)]
         engine = recipe.make_engine(sampler, None, version)
         groups = sample(engine, task, prompts, draws, group_size=chosen.group_size, sampling=sampling).groups
         trainer.train(step, groups)
@@ -89,7 +89,7 @@ def test_a_step_reports_its_finished_rollouts() -> None:
         loop.step()
     # Several may finish between two looks.
     done = [call[1] for call in calls if call[0] == "sampling"]
-    assert {planned for phase, _, planned in calls if phase == "sampling"} == {8}
+    assert {total for phase, _, total in calls if phase == "sampling"} == {8}
     assert (done[0], done[-1]) == (0, 8)
     assert done == sorted(done)
     # Before that it waits for its processes, all of which build the model.

@@ -32,7 +32,7 @@ def train(
     """
     interruption, rows = Interruption(RankGroup()), []
 
-    def hear(phase: Phase, num_done: int, num_planned: int) -> None:
+    def hear(phase: Phase, num_done: int, num_total: int) -> None:
         if phase == "sampling" and save_every is None and loop.num_steps_done == stop_after and num_done > 0:
             interruption.request(signal.SIGTERM)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runtime.runs import GIVEN, Noting, pipeline, planner
+from tests.runtime.runs import GIVEN, Noting, pipeline, scheduler
 from treering.engine.protocol import EngineStats
 from treering.runtime.rollout_worker import PassTimer
 from treering.runtime.run_state import RunState
@@ -38,32 +38,32 @@ def through_a_file(state: dict) -> dict:
     return torch.load(stream, weights_only=True)
 
 
-def test_plans_use_the_given_times_until_some_are_measured() -> None:
+def test_schedules_use_the_given_times_until_some_are_measured() -> None:
     policy = Noting()
-    plans = planner(policy)
-    plans.plan(1)
-    plans.note_times(times(0.5, 0.25, num_passes=5))
-    plans.plan(2)
-    plans.note_times(times(0.5, 0.25))
-    plans.plan(3)
+    steps = scheduler(policy)
+    steps.schedule(1)
+    steps.note_times(times(0.5, 0.25, num_passes=5))
+    steps.schedule(2)
+    steps.note_times(times(0.5, 0.25))
+    steps.schedule(3)
     assert policy.latencies[1] is policy.latencies[2] is GIVEN
-    assert line(policy.latencies[3]) == line(plans.measured) == [0.75, 1.0]
+    assert line(policy.latencies[3]) == line(steps.measured) == [0.75, 1.0]
     assert policy.latencies[3].training_s == 3.0
 
 
-def test_without_rebalancing_plans_keep_the_given_times() -> None:
+def test_without_rebalancing_schedules_keep_the_given_times() -> None:
     policy = Noting()
-    plans = planner(policy, rebalancing="none")
-    plans.note_times(times(0.5, 0.25))
-    plans.plan(1)
-    assert plans.measured is None
+    steps = scheduler(policy, rebalancing="none")
+    steps.note_times(times(0.5, 0.25))
+    steps.schedule(1)
+    assert steps.measured is None
     assert policy.latencies[1] is GIVEN
-    assert plans.state()["timed"] == []
+    assert steps.state()["timed"] == []
     # Times of a checkpoint with other settings do not count either.
-    other = planner(Noting())
+    other = scheduler(Noting())
     other.note_times(times(0.5, 0.25))
-    plans.load_state(other.state())
-    assert plans.measured is None
+    steps.load_state(other.state())
+    assert steps.measured is None
 
 
 def stats(num_passes: int, num_rows: int, num_prefilled: int = 0) -> EngineStats:
@@ -85,7 +85,7 @@ def test_a_pass_is_timed_from_the_end_of_the_previous_one_or_from_its_start() ->
     assert timer.take() == MeasuredTimes()
 
 
-def test_a_run_measures_its_passes_and_plans_with_them() -> None:
+def test_a_run_measures_its_passes_and_schedules_by_them() -> None:
     policy = Noting()
     with pipeline(num_steps=6, staleness=1, policy=policy) as loop:
         for _ in range(6):
@@ -105,7 +105,7 @@ def test_a_run_measures_its_passes_and_plans_with_them() -> None:
         np.testing.assert_array_equal(again.measured.token_s(3), measured.token_s(3))
 
 
-def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_scheduled_while_the_last_one_that_it_knows_of_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     staleness, policy = 1, Noting()
     events = policy.events
     monkeypatch.setattr(TrainerClient, "train", noting(TrainerClient.train, "sent", events))
@@ -113,11 +113,11 @@ def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(monkey
     with pipeline(num_steps=4, staleness=staleness, policy=policy) as loop:
         for _ in range(4):
             loop.step()
-    first = [("planned", step) for step in range(1, 2 + staleness)]
+    first = [("assigned", step) for step in range(1, 2 + staleness)]
     for step in range(1, 5):
         later = step + 1 + staleness
-        planned = [("planned", later)] if later <= 4 else []
-        first += [("sent", step), ("learnt", step), *planned, ("trained", step)]
+        assigned = [("assigned", later)] if later <= 4 else []
+        first += [("sent", step), ("learnt", step), *assigned, ("trained", step)]
     assert [event[:2] for event in events] == first
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from treering.schedule.cluster import Cluster, Latency, linear_latency
-from treering.schedule.policy import Forecast, PlanRequest
+from treering.schedule.policy import AssignmentRequest, Forecast
 from treering.schedule.traces import Trace, TraceStep
 
 
@@ -35,5 +35,5 @@ def trace(*steps, max_tokens=1000, predicted=None) -> Trace:
     )
 
 
-def plan_request(cluster, *steps, step=1) -> PlanRequest:
-    return PlanRequest(step=step, cluster=cluster, forecasts=tuple(forecast(lengths) for lengths in steps))
+def assignment_request(cluster, *steps, step=1) -> AssignmentRequest:
+    return AssignmentRequest(step=step, cluster=cluster, forecasts=tuple(forecast(lengths) for lengths in steps))

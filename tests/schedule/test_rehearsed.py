@@ -9,20 +9,20 @@ from tests.schedule.clusters import cluster, trace
 from tests.schedule.waits import WaitLaw, with_waits
 from treering.errors import ConfigError, InputError
 from treering.schedule.cluster import linear_latency
-from treering.schedule.placement import PlacementPlan
+from treering.schedule.placement import Placement
 from treering.schedule.rehearsed import (
     CHUNK,
-    RehearsalPlan,
+    RehearsalPlacement,
+    choose_rehearsals,
     draw_changes,
     expected_kept,
-    plan_rehearsals,
     rehearsed_bound_s,
     simulate_rehearsed,
 )
 from treering.schedule.simulator import bound_s
 from treering.schedule.traces import synthetic_trace
 
-LONGEST = PlacementPlan(name="longest first", stealing="queued")
+LONGEST = Placement(name="longest first", stealing="queued")
 STEPS = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=9), min_size=4, max_size=4)
 
 
@@ -32,8 +32,8 @@ def workers(num_workers=2, num_slots=2, *, row_s=0.0, prefill_s=0.0, training_s=
 
 
 def run(steps, own, num_rows, change=0.0, *, seed=0, placement=LONGEST):
-    plan = RehearsalPlan(placement=placement, num_rows=num_rows)
-    return simulate_rehearsed(steps, own, plan, change, draw_changes(steps, change, seed=seed))
+    chosen = RehearsalPlacement(placement=placement, num_rows=num_rows)
+    return simulate_rehearsed(steps, own, chosen, change, draw_changes(steps, change, seed=seed))
 
 
 def synthetic(seed=0):
@@ -64,8 +64,8 @@ def test_a_rehearsing_row_makes_the_others_slower_by_one_row():
 def test_verification_takes_a_prefill_up_to_the_chunk_of_the_first_change():
     steps, own = trace([2000], [2000], max_tokens=2000), workers(1, prefill_s=0.01)
     changes = [np.array([2000]), np.array([700])]
-    plan = RehearsalPlan(placement=LONGEST, num_rows=1)
-    found = simulate_rehearsed(steps, own, plan, 0.0, changes)
+    chosen = RehearsalPlacement(placement=LONGEST, num_rows=1)
+    found = simulate_rehearsed(steps, own, chosen, 0.0, changes)
     assert (found.num_rehearsed[1], found.num_verified[1], found.num_kept[1]) == (2000, 2 * CHUNK, 700)
     assert found.makespan_s == pytest.approx(2000 + 0.01 * 2 * CHUNK + 1300)
 
@@ -80,9 +80,9 @@ def test_no_rollout_of_a_step_waits_for_a_row_that_rehearses():
 @given(steps=STEPS, row_s=st.floats(0, 2), training_s=st.floats(0.1, 20), prefill_s=st.floats(0, 0.5))
 def test_without_changes_a_run_is_never_slower_than_without_rehearsals(steps, row_s, training_s, prefill_s):
     known, own = trace(*steps), workers(row_s=row_s, training_s=training_s, prefill_s=prefill_s)
-    plans = [plan_rehearsals(known, own, change=change) for change in (0.0, 1.0)]
-    found, plain = (run(known, own, plan.num_rows, placement=plan.placement) for plan in plans)
-    assert plans[1].num_rows is None
+    choices = [choose_rehearsals(known, own, change=change) for change in (0.0, 1.0)]
+    found, plain = (run(known, own, chosen.num_rows, placement=chosen.placement) for chosen in choices)
+    assert choices[1].num_rows is None
     assert found.makespan_s <= plain.makespan_s + 1e-6
     assert found.makespan_s >= found.bound_s - 1e-6
 
@@ -103,9 +103,9 @@ def test_if_all_change_a_run_takes_the_synchronous_time_and_that_of_verifying_wh
         assert extra == pytest.approx(0)
 
 
-def test_if_all_change_nothing_is_planned_to_be_rehearsed():
+def test_if_all_change_nothing_is_rehearsed():
     own = workers(4, 8, row_s=0.1, prefill_s=0.01, training_s=20.0)
-    assert plan_rehearsals(synthetic(), own, change=1.0).num_rows is None
+    assert choose_rehearsals(synthetic(), own, change=1.0).num_rows is None
 
 
 @settings(max_examples=15, deadline=None)
@@ -128,8 +128,8 @@ def test_a_seed_gives_the_same_run_and_another_one_another():
     assert (first.trained_s == again.trained_s).all()
     assert (first.num_kept == again.num_kept).all()
     assert first.num_kept.tolist() != other.num_kept.tolist()
-    plans = [plan_rehearsals(synthetic(), own, change=0.01) for _ in range(2)]
-    assert plans[0] == plans[1]
+    found = [choose_rehearsals(synthetic(), own, change=0.01) for _ in range(2)]
+    assert found[0] == found[1]
 
 
 def test_fewer_changes_keep_more_and_end_earlier():
@@ -165,4 +165,4 @@ def test_rollouts_that_wait_are_refused():
     with pytest.raises(InputError, match="wait for an environment are not rehearsed"):
         run(waiting, own, 0)
     with pytest.raises(InputError, match="wait for an environment are not rehearsed"):
-        plan_rehearsals(waiting, own, change=0.0)
+        choose_rehearsals(waiting, own, change=0.0)

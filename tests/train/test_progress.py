@@ -1,4 +1,4 @@
-"""A step's progress starts at 0, rises, ends at the planned count, and changes no result."""
+"""A step's progress starts at 0, rises, ends at the total count, and changes no result."""
 
 from collections.abc import Iterator
 
@@ -60,16 +60,16 @@ def heard(
 
 
 def by_phase(calls: Calls) -> dict[str, list[tuple[int, int]]]:
-    """Group the done and planned counts by phase."""
+    """Group the done and total counts by phase."""
     phases: dict[str, list[tuple[int, int]]] = {}
-    for phase, done, planned in calls:
-        phases.setdefault(phase, []).append((done, planned))
+    for phase, done, total in calls:
+        phases.setdefault(phase, []).append((done, total))
     return phases
 
 
 def assert_rises(counts: list[tuple[int, int]], total: int) -> None:
-    done, planned = zip(*counts, strict=True)
-    assert set(planned) == {total}
+    done, totals = zip(*counts, strict=True)
+    assert set(totals) == {total}
     assert (done[0], done[-1]) == (0, total)
     assert list(done) == sorted(set(done))
 
@@ -108,5 +108,5 @@ def test_a_loop_tells_each_step_and_trains_to_the_same_bits() -> None:
         loop.on_progress = on_progress
         sizes = [loop.step().update.num_tokens for _ in range(2)]
         loops.append(loop)
-    assert [planned for _, done, planned in calls if done == planned] == sizes
+    assert [total for _, done, total in calls if done == total] == sizes
     assert_bitwise_equal(tensors_of(loops[0]), tensors_of(loops[1]))

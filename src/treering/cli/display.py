@@ -187,7 +187,7 @@ class RunDisplay:
         parts = [f"{words} {values[name]:.3f}" for name, words in names.items() if name in values]
         self._print(f"{self._unit} {step}/{self._num_steps}: eval {'   '.join(parts)}")
 
-    def show_phase(self, phase: "Phase", num_done: int, num_planned: int) -> None:
+    def show_phase(self, phase: "Phase", num_done: int, num_total: int) -> None:
         """Show how far the running step is; an `OnProgress`, for a loop's `on_progress`.
 
         Example: 3 of 16 rollouts after 30 s are `sampling 3 of 16 rollouts, 2 min 10 s left`.
@@ -196,10 +196,10 @@ class RunDisplay:
         self._phase = phase, num_done
         if num_done == 0 and self._phase != before:
             self._phase_started = now
-        text = f"{phase} {num_done:,} of {num_planned:,} {_UNITS[phase]}"
-        if 0 < num_done < num_planned:
+        text = f"{phase} {num_done:,} of {num_total:,} {_UNITS[phase]}"
+        if 0 < num_done < num_total:
             seconds = now - self._phase_started
-            text += f", {duration(seconds / num_done * (num_planned - num_done))} left"
+            text += f", {duration(seconds / num_done * (num_total - num_done))} left"
         self._below.plain = text
         if not self._console.is_terminal and now - self._last_line >= PART_EVERY_S:
             self._print(f"{self._unit} {self._num_done + 1}/{self._num_steps}: {text}")

@@ -40,7 +40,7 @@ from treering.ranks.group import RankGroup, all_ranks
 from treering.report.run import CONFIG_FILE, STARTS_FILE, note_start
 from treering.rl.tasks.text_tokens import TextTokens
 from treering.train.loop.adapters import base_checksum
-from treering.train.loop.batches import StepPlan
+from treering.train.loop.batches import StepTasks
 from treering.train.loop.checkpoint import CheckpointStore, Identity, ReportT, Resumable
 from treering.train.loop.compute import precision
 from treering.train.loop.held_out import Evaluation, Measure, best_step
@@ -209,7 +209,7 @@ class RunLength:
     Attributes:
         section: name of the settings' section, such as "train".
         per_step: setting of tasks per step, such as "trees_per_step".
-        plan: tasks of each step.
+        step_tasks: tasks of each step.
         num_steps: as set; None for no limit.
         num_epochs: as set; None for no limit. The earlier limit ends the run.
         schedule: learning-rate schedule.
@@ -217,7 +217,7 @@ class RunLength:
 
     section: str
     per_step: str
-    plan: StepPlan
+    step_tasks: StepTasks
     num_steps: int | None
     num_epochs: int | None
     schedule: Literal["constant", "linear", "cosine"]
@@ -228,18 +228,21 @@ class RunLength:
 
         Example: 5 tasks, 2 per step and 2 epochs are 6 steps.
         """
-        limits = [self.num_steps, None if self.num_epochs is None else self.num_epochs * self.plan.steps_per_epoch]
+        limits = [
+            self.num_steps,
+            None if self.num_epochs is None else self.num_epochs * self.step_tasks.steps_per_epoch,
+        ]
         return min(limit for limit in limits if limit is not None)
 
     def short_note(self) -> str | None:
         """Return why the run has few steps and what gives more; None if it has enough, or as many as were set."""
         if self.total >= _FEW_STEPS or self.total == self.num_steps:
             return None
-        plan = self.plan
-        lower = f", or lower {self.section}.{self.per_step}" if plan.trees_per_step > 1 and plan.num_tasks > 1 else ""
+        tasks = self.step_tasks
+        lower = f", or lower {self.section}.{self.per_step}" if tasks.trees_per_step > 1 and tasks.num_tasks > 1 else ""
         return (
-            f"this run is short, {plural(self.total, 'step')}: an epoch is {plural(plan.num_tasks, 'task')}, "
-            f"{plan.trees_per_step} a step; raise {self._ending}{lower}"
+            f"this run is short, {plural(self.total, 'step')}: an epoch is {plural(tasks.num_tasks, 'task')}, "
+            f"{tasks.trees_per_step} a step; raise {self._ending}{lower}"
         )
 
     def resume_note(self, run_dir: Path, step: int) -> str:
@@ -257,7 +260,7 @@ class RunLength:
     @property
     def in_words(self) -> str:
         """Length as text, such as "1 step of 1 task"."""
-        size = min(self.plan.trees_per_step, self.plan.num_tasks)
+        size = min(self.step_tasks.trees_per_step, self.step_tasks.num_tasks)
         return f"{plural(self.total, 'step')} of {plural(size, 'task')}"
 
     @property
@@ -276,11 +279,11 @@ def run_length(config: SftConfig | RlConfig, num_tasks: int) -> RunLength:
     else:
         section, per_step, steps = "rl", "prompts_per_step", config.rl
         size = config.rl.prompts_per_step
-    plan = StepPlan(num_tasks=num_tasks, trees_per_step=size, seed=steps.seed)
+    step_tasks = StepTasks(num_tasks=num_tasks, trees_per_step=size, seed=steps.seed)
     return RunLength(
         section=section,
         per_step=per_step,
-        plan=plan,
+        step_tasks=step_tasks,
         num_steps=steps.num_steps,
         num_epochs=steps.num_epochs,
         schedule=config.optim.schedule,

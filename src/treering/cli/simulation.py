@@ -16,7 +16,7 @@ from treering.errors import ConfigError, InputError, plural
 from treering.schedule.calibration import calibrate, share_moved_up
 from treering.schedule.cluster import Cluster, Latency, linear_latency
 from treering.schedule.histopipe import POLICIES, make_policy
-from treering.schedule.rehearsed import RehearsedTimeline, draw_changes, plan_rehearsals, simulate_rehearsed
+from treering.schedule.rehearsed import RehearsedTimeline, choose_rehearsals, draw_changes, simulate_rehearsed
 from treering.schedule.simulator import Timeline, bound_s, with_training
 from treering.schedule.simulator import simulate as simulate_policy
 from treering.schedule.traces import Trace, read_trace, synthetic_trace
@@ -175,9 +175,9 @@ def compare(staleness: int, cases: Sequence[Case], *, rehearse: float | None = N
 
 
 def _rehearsed(trace: Trace, cluster: Cluster, change: float, seed: int) -> RehearsedTimeline:
-    # Seeds of the plan's own draws are far from those of the run.
-    plan = plan_rehearsals(trace, cluster, change=change, seed=1_000_000 + seed)
-    return simulate_rehearsed(trace, cluster, plan, change, draw_changes(trace, change, seed=seed))
+    # Seeds of the chosen's own draws are far from those of the run.
+    chosen = choose_rehearsals(trace, cluster, change=change, seed=1_000_000 + seed)
+    return simulate_rehearsed(trace, cluster, chosen, change, draw_changes(trace, change, seed=seed))
 
 
 def _rehearsed_shares(timelines: Sequence[RehearsedTimeline]) -> Row:
@@ -206,7 +206,7 @@ def _row(name: str, staleness: int, timelines: Sequence[Timeline], sync: Sequenc
         "speedup_over_sync": float(np.mean(speedups)),
         "worst_throughput_of_bound": min(timeline.throughput_of_bound for timeline in timelines),
         "worst_speedup_over_sync": min(speedups),
-        # The plan chosen for each step of the first trace, if the policy chooses among plans.
+        # The chosen chosen for each step of the first trace, if the policy chooses among plans.
         "choices": timelines[0].choices,
     }
 

@@ -208,7 +208,7 @@ class TrainSummary:
     account: Mapping[str, int] | None = None
     """Fate of every rollout of the run, as `treering.runtime.account` counts it; None without workers."""
     latency: Mapping[str, float] | None = None
-    """Measured times that the run plans with, as from `times_of`; None if it has measured none."""
+    """Measured times that schedules use, as from `times_of`; None if it has measured none."""
 
 
 def summary_of(run: RlRun, reports: Sequence[RlStepReport]) -> TrainSummary:
@@ -319,7 +319,7 @@ def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
         f"({account['evaluated_again']:,} evaluated again), "
         f"{account['trainer_deaths']} trainers ({account['steps_trained_again']:,} steps trained again)"
     )
-    elsewhere = f"{account['stolen']:,} started, {account['moved']:,} continued on another worker than planned"
+    elsewhere = f"{account['stolen']:,} started, {account['moved']:,} continued on another worker than assigned"
     return {
         "account": f"{account['scheduled']:,} scheduled = {' + '.join(ends)}",
         "elsewhere": elsewhere,
@@ -328,12 +328,12 @@ def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
 
 
 def _latency_rows(latency: Mapping[str, float] | None) -> dict[str, str]:
-    """Return the row of times that the run plans with."""
+    """Return the row of times that schedules use."""
     if latency is None:
         return {}
     milliseconds = {name: f"{1e3 * seconds:,.3g} ms" for name, seconds in latency.items()}
     return {
-        "planned with": f"passes of {milliseconds['step_s']} + {milliseconds['row_s']} a row, weights in "
+        "scheduled by": f"passes of {milliseconds['step_s']} + {milliseconds['row_s']} a row, weights in "
         f"{milliseconds['load_s']}, updates of {milliseconds['training_s']} (measured)"
     }
 

@@ -1,4 +1,4 @@
-"""The [optim] section of `sft` and `train`: AdamW, its schedule and clipping. Imports no torch."""
+"""The [optim] section of `sft` and `train`: AdamW, its learning-rate schedule and clipping. Imports no torch."""
 
 from typing import Annotated, Literal, Self
 

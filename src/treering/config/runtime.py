@@ -43,9 +43,9 @@ class RuntimeConfig(Config):
     )
     rebalance: Rebalancing = Field(
         default="queued",
-        description="With workers: rollouts that may move to another worker than planned. queued: those that have not "
+        description="With workers: rollouts that may move to another worker than assigned. queued: those that have not "
         "started. running: running ones too, if that saves more than the new prefill costs. none: no rollouts, and "
-        "plans use no measured times, so that batches depend on no clock.",
+        "schedules use no measured times, so that batches depend on no clock.",
     )
     worker_cpus: Positive | None = Field(
         default=None,

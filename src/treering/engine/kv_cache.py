@@ -389,7 +389,7 @@ class Copy(NamedTuple):
     """First slot of the span that is read."""
 
 
-def plan_copies(sources: Iterable[Source], tokens: TokenIds, num_computed: int = 0) -> list[Copy]:
+def list_copies(sources: Iterable[Source], tokens: TokenIds, num_computed: int = 0) -> list[Copy]:
     """Return copies that give a context the longest beginning without a gap, after its computed tokens.
 
     Args:
@@ -401,7 +401,7 @@ def plan_copies(sources: Iterable[Source], tokens: TokenIds, num_computed: int =
     from the first span, and 6, 7 and 8 from the second.
         >>> import numpy as np
         >>> spans = [Source(np.array([5]), 0, 0), Source(np.array([5, 6, 7, 8]), 1, 10)]
-        >>> [tuple(copy) for copy in plan_copies(spans, np.array([5, 6, 7, 8, 9, 3]))]
+        >>> [tuple(copy) for copy in list_copies(spans, np.array([5, 6, 7, 8, 9, 3]))]
         [(0, 0, 1, 0), (10, 1, 3, 10)]
     """
     matches = [(count_common(source.path, tokens), source) for source in sources]

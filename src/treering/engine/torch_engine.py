@@ -22,10 +22,10 @@ from treering.engine.batch.step import (
     commit_tokens,
     counts_of,
     leaders_of,
+    make_inputs,
     never_sampling,
-    plan_pass,
 )
-from treering.engine.batch.token_batch import VisionSnapshot, join, plan_chunks, with_images
+from treering.engine.batch.token_batch import VisionSnapshot, join, prefill_chunks, with_images
 from treering.engine.decoder.weights import read_weights
 from treering.engine.pass_threads import PassThreads
 from treering.engine.protocol import (
@@ -319,7 +319,7 @@ class TorchEngine(Engine):
         if self._speculation.wants_costs:
             self._speculation.use_costs(self.measure_costs())
         table.copy_awaited()
-        chunks = plan_chunks(table.prefixes.incomplete(), self._settings.max_prefill)
+        chunks = prefill_chunks(table.prefixes.incomplete(), self._settings.max_prefill)
         if chunks:
             # A pass writes all keys before any token reads them, so a row can join the last chunk of its prefix.
             table.mark_ready()
@@ -343,7 +343,9 @@ class TorchEngine(Engine):
         )
         proposed = with_chains(drafts, chains) if chains else drafts
         num_verified = sum(chain.size for chain in chains.values())
-        inputs = plan_pass(table.columns, leaders, self._settings.max_prefill - num_prefilled - num_verified, proposed)
+        inputs = make_inputs(
+            table.columns, leaders, self._settings.max_prefill - num_prefilled - num_verified, proposed
+        )
         start, start_s = self._clock(), time.perf_counter()
         batch = join(inputs.batch, chunks)
         if self._vision is not None:

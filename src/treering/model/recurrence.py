@@ -1,4 +1,4 @@
-"""Run a recurrent layer along a forest: patch its `forward` to make the calls of a plan.
+"""Run a recurrent layer along a forest: patch its `forward` to make the calls that `recurrence_calls` lists.
 
 The layer itself stays Hugging Face's: it is called on rows of tokens with our cache (`CallCache`), as generation does
 to continue several texts. Rows of different lengths share a call because gates are closed at padding: every token
@@ -25,7 +25,7 @@ from treering.attention import TreeLayout
 from treering.attention.gateway import Boundary, StateGateway, States
 from treering.attention.layout import to_device
 from treering.errors import StateError, UnsupportedError
-from treering.model.recurrence_plan import RowCall, plan_of
+from treering.model.recurrence_calls import RowCall, calls_of
 
 Mixer = Callable[..., Tensor]
 
@@ -83,13 +83,13 @@ def run_on_forest(
     original: Mixer, mixer: nn.Module, hidden: Float[Tensor, "N C"], *, layout: TreeLayout, layer: int
 ) -> Float[Tensor, "N C"]:
     """Return the mixer's output for every token given its own path; exchange states at the forest's boundary."""
-    plan, boundary = plan_of(layout), layout.boundary
+    calls, boundary = calls_of(layout), layout.boundary
     gateway = None if boundary is None else boundary.gateway
     above = None if boundary is None else _received(boundary, layer, layout.device)
     name = _name_of_cache(mixer)
     outputs: list[Tensor] = []
     kept: list[States] = []
-    for level in plan.levels:
+    for level in calls.levels:
         ends: list[States] = []
         for call in level:
             cache = CallCache(_started(above, call))
@@ -102,10 +102,10 @@ def run_on_forest(
         if gateway is not None:
             kept += ends
         above = _joined(ends) if ends else None
-    result = torch.cat(outputs).index_select(0, plan.source)
+    result = torch.cat(outputs).index_select(0, calls.source)
     if gateway is None:
         return result
-    return _export_states(result, States(*(part.index_select(0, plan.left) for part in _joined(kept))), gateway, layer)
+    return _export_states(result, States(*(part.index_select(0, calls.left) for part in _joined(kept))), gateway, layer)
 
 
 def _name_of_cache(mixer: nn.Module) -> str:

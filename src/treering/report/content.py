@@ -136,7 +136,7 @@ def _status(run: RunData) -> str:
     Example: "16 of 32 steps, last written 2026-03-01 10:20".
     """
     done = run.rows[-1]["step"] if run.rows else 0
-    planned = "" if run.num_planned is None else f" of {run.num_planned}"
+    planned = "" if run.num_total is None else f" of {run.num_total}"
     file = run.folder / METRICS_FILE
     if not file.is_file():
         return f"{done}{planned} step{'' if done == 1 and not planned else 's'}"

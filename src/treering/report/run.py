@@ -43,7 +43,7 @@ class RunData:
     notes: tuple[str, ...]
 
     @property
-    def num_planned(self) -> int | None:
+    def num_total(self) -> int | None:
         """Number of steps that the settings amount to; None without settings."""
         count = self.config.get("num_steps")
         return count if isinstance(count, int) else None
@@ -255,7 +255,7 @@ def faults(rows: Sequence[Row]) -> dict[str, int]:
         "rollouts at their maximum length": metrics.NUM_OVERLONG,
         "groups without a rollout": metrics.NUM_EMPTY_GROUPS,
         "rollouts sampled again after a worker died": metrics.NUM_RESAMPLED,
-        "rollouts started on another worker than planned": metrics.NUM_STOLEN,
+        "rollouts started on another worker than assigned": metrics.NUM_STOLEN,
         "moves of a running rollout": metrics.NUM_MOVED,
     }
     return {words: round(total(rows, name)) for words, name in names.items() if any(name in row for row in rows)}

@@ -21,7 +21,7 @@ from treering.rl.sampler import FailedSteps, Sampler, check_contexts, check_prom
 from treering.rl.step_report import Phases, RlStepReport, as_trajectories, rollout_report, total_stats
 from treering.rl.tasks.task import Task
 from treering.rl.trainer import Trainer
-from treering.train.loop.batches import StepPlan
+from treering.train.loop.batches import StepTasks
 from treering.train.loop.checkpoint import Resumable
 from treering.train.loop.reference import MakeReference
 from treering.types import PromptId
@@ -86,7 +86,9 @@ class RlLoop(Resumable[RlStepReport]):
         self._drafting = drafting
         check_prompts(task)
         check_contexts(task, options.sampling.max_tokens, model)
-        self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
+        self.step_tasks = StepTasks(
+            num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed
+        )
         self._group = RankGroup() if group is None else group
         self._trainer = Trainer(model, optim, options, teacher, self._group, reference)
         self._sampler = Sampler(task, options, drafting, self._group)
@@ -148,7 +150,7 @@ class RlLoop(Resumable[RlStepReport]):
         handed = time.perf_counter()
         self._hand_over(engine, has_moved=trained.update is not None)
         self._draws, self._num_batches = draws, num_batches
-        self._num_steps_done, epoch = step, self.plan.epoch_of(first)
+        self._num_steps_done, epoch = step, self.step_tasks.epoch_of(first)
         self._latest = as_trajectories(collected.groups, epoch=epoch, step=step, advantages=trained.group_advantages)
         self._note_drafter()
         stats = self._gather_engines(engine.stats.since(before))
@@ -226,7 +228,8 @@ class RlLoop(Resumable[RlStepReport]):
         while True:
             num_batches += 1
             prompts, following = (
-                [self._task.prompts[i] for i in self.plan.tasks_of(number)] for number in (num_batches, num_batches + 1)
+                [self._task.prompts[i] for i in self.step_tasks.tasks_of(number)]
+                for number in (num_batches, num_batches + 1)
             )
             parts.append(
                 self._sampler.collect(engine, prompts, draws, following=following, on_progress=self.on_progress)

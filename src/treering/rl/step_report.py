@@ -102,7 +102,7 @@ class Overlap:
     staleness: int
     """Steps between the weights that sampled this step and the weights it trained."""
     num_stolen: int
-    """Rollouts that started on another worker because the planned one was busy."""
+    """Rollouts that started on another worker because the assigned one was busy."""
     num_moved: int
     """Moves of a running rollout to another worker."""
     num_resampled: int

@@ -20,7 +20,7 @@ class Account:
     sampled_again: int = 0
     """Restarts of a rollout because its worker died."""
     stolen: int = 0
-    """Rollouts that started on another worker than planned."""
+    """Rollouts that started on another worker than assigned."""
     moved: int = 0
     """Migrations of a running rollout to another worker."""
     evaluated: int = 0

@@ -16,7 +16,7 @@ from treering.rl.environments.collect_episodes import EpisodeCollection
 from treering.rl.step_report import WorkerSpan, total_stats
 from treering.runtime.account import Account
 from treering.runtime.messages import Work
-from treering.runtime.planning import RolloutPlan
+from treering.runtime.scheduling import StepAssignment
 from treering.schedule.migration import Prices
 from treering.schedule.policy import Moving
 from treering.schedule.predict import expected_lengths
@@ -106,12 +106,13 @@ class OpenStep:
     Without stealing, a worker gets its whole share at once, so that batches do not depend on a clock. With stealing, it
     gets little more than it can run, because requests queued in an engine cannot be stolen.
 
-    Example: with 8 rollouts on 2 workers, `take(0, ...)` returns the first worker's 4 requests in planned order.
+    Example: with 8 rollouts on 2 workers, `take(0, ...)` returns the first worker's 4 requests in their scheduled
+    order.
     """
 
     def __init__(
         self,
-        plan: RolloutPlan,
+        assigned: StepAssignment,
         collection: Collection | EpisodeCollection,
         *,
         version: int,
@@ -122,14 +123,14 @@ class OpenStep:
         """Start before the first rollout.
 
         Args:
-            plan: which worker runs each rollout.
+            assigned: which worker runs each rollout.
             collection: the step's collection, still empty.
             version: the step whose weights sample it.
             num_workers: workers of the run.
             ratios: float64 [H] > 0, actual over predicted lengths of earlier rollouts.
             prices: token times that decide moves; None disables moves.
         """
-        self.step, self.version = plan.step, version
+        self.step, self.version = assigned.step, version
         self.collection = collection
         requests: list[Work] = [*collection.requests()]
         self.account = Account(scheduled=len(requests))
@@ -137,27 +138,27 @@ class OpenStep:
         self.started_s = self.ended_s = 0.0
         self.spans: dict[int, WorkerSpan] = {}
         self._number = {request.key: number for number, request in enumerate(requests)}
-        corrected = plan.assignment.predicted_lengths
-        initial = plan.predicted if corrected is None else corrected
+        corrected = assigned.assignment.predicted_lengths
+        initial = assigned.predicted if corrected is None else corrected
         self._expected_lengths = ExpectedLengths(
-            plan.predicted,
+            assigned.predicted,
             initial=initial,
             group_size=collection.group_size,
             ratios=ratios,
             max_tokens=collection.max_tokens,
         )
-        self.moving: Moving = plan.assignment.moving if prices is not None else "off"
+        self.moving: Moving = assigned.assignment.moving if prices is not None else "off"
         self.prices = prices
         self._moves: Counter[RolloutKey] = Counter()
         self._started: set[RolloutKey] = set()
         self._num_prompt_tokens = [request.prompt.size for request in requests]
-        self._can_steal = plan.assignment.stealing == "queued"
+        self._can_steal = assigned.assignment.stealing == "queued"
         self._queues: list[deque[Work]] = [deque() for _ in range(num_workers)]
-        for number in plan.assignment.order.tolist():
-            self._queues[plan.assignment.workers[number]].append(requests[number])
+        for number in assigned.assignment.order.tolist():
+            self._queues[assigned.assignment.workers[number]].append(requests[number])
         self._sizes = [len(queue) for queue in self._queues]
         self._reaches = np.zeros(num_workers)
-        np.maximum.at(self._reaches, plan.assignment.workers, initial)
+        np.maximum.at(self._reaches, assigned.assignment.workers, initial)
         self._unassigned: deque[Work] = deque()
 
     @property
@@ -293,7 +294,7 @@ class OpenStep:
         return self._num_prompt_tokens[self._number[key]]
 
     def share_size(self, worker: int) -> int:
-        """Return the number of rollouts planned for a worker."""
+        """Return the number of rollouts assigned to a worker."""
         return self._sizes[worker]
 
     def reach(self, worker: int) -> float:

@@ -81,7 +81,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
 
     @property
     def measured(self) -> Latency | None:
-        """The measured latency that policies plan with; None while they use the cluster's."""
+        """The measured latency that policies use; None while they use the cluster's."""
         return self._run_state.measured
 
     @property
@@ -182,7 +182,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
                 self._spec, self._start_state, self.model, self._task, account=self.account, on_finished=on_finished
             )
             self._start_state = StartState()
-            # Plan while the processes import their modules.
+            # Schedule while the processes import their modules.
             self._open_steps(self._controller)
             self._controller.wait_until_ready(self.on_progress)
         return self._controller

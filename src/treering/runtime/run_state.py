@@ -1,4 +1,4 @@
-"""Track the progress of a run: steps done and open, their prompts and plan, the policy version and the account."""
+"""Track the progress of a run: steps done and open, prompts, assignments, policy version and account."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,16 +20,16 @@ from treering.runtime.account import Account
 from treering.runtime.controller import FinishedStep, PipelineSpec
 from treering.runtime.migration import prices_of
 from treering.runtime.open_step import OpenStep
-from treering.runtime.planning import Planner
+from treering.runtime.scheduling import StepScheduler
 from treering.schedule.cluster import Latency
-from treering.train.loop.batches import StepPlan
+from treering.train.loop.batches import StepTasks
 from treering.types import PromptId
 
 
 class RunState:
     """Steps of a run, in order.
 
-    Example: at staleness 1, `steps_to_open(0)` yields steps 1 and 2. Step 3 is planned once step 1 is sampled, and
+    Example: at staleness 1, `steps_to_open(0)` yields steps 1 and 2. Step 3 is scheduled once step 1 is sampled, and
     `steps_to_open(2)` yields it once step 1 is complete.
     """
 
@@ -43,7 +43,7 @@ class RunState:
         options = spec.options
         self._task, self._options = task, options
         self._sampling = with_stops(options.sampling, task)
-        self._steps = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
+        self._steps = StepTasks(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
         self.num_steps_done = 0
         """Number of steps done since the start of the run."""
         self._draws: dict[PromptId, int] = {}
@@ -51,7 +51,7 @@ class RunState:
         self.version = 0
         self._num_steps, self._cluster = spec.num_steps, spec.cluster
         self._failed_steps = FailedSteps(task.reward_name)
-        self._planner = Planner(
+        self._scheduler = StepScheduler(
             spec.policy,
             spec.predictor,
             spec.cluster,
@@ -68,8 +68,8 @@ class RunState:
 
     @property
     def measured(self) -> Latency | None:
-        """The measured latency of the next plan; None if it uses the cluster's."""
-        return self._planner.measured
+        """The measured latency of the next assignment; None if it uses the cluster's."""
+        return self._scheduler.measured
 
     @property
     def past(self) -> range:
@@ -89,30 +89,30 @@ class RunState:
             )
 
     def steps_to_open(self, last_open: int) -> Iterator[OpenStep]:
-        """Yield the steps that may start now; each is planned after the same earlier steps in every run."""
+        """Yield the steps that may start now; each is scheduled after the same earlier steps in every run."""
         last = min(self._num_steps, self.num_steps_done + 1 + self._cluster.staleness)
         for step in range(max(last_open, self.num_steps_done) + 1, last + 1):
             collection = self._collection(step)
             version = self._cluster.version_of(step)
-            plan = self._planner.plan(step)
-            cluster = self._planner.cluster
+            assigned = self._scheduler.schedule(step)
+            cluster = self._scheduler.cluster
             # Episodes stay on the worker where they began.
             may_move = cluster.rebalancing == "running" and not isinstance(self._task, EnvironmentTask)
             yield OpenStep(
-                plan,
+                assigned,
                 collection,
                 version=version,
                 num_workers=cluster.num_workers,
-                ratios=self._planner.ratios(),
+                ratios=self._scheduler.ratios(),
                 prices=prices_of(cluster) if may_move else None,
             )
 
     def note_sampled(self, open_step: OpenStep) -> None:
-        """Record the lengths of a sampled step and, while it trains, plan the first step that may use them."""
-        self._planner.observe(open_step.step, open_step.lengths, open_step.turns)
+        """Record the lengths of a sampled step and, while it trains, schedule the first step that may use them."""
+        self._scheduler.observe(open_step.step, open_step.lengths, open_step.turns)
         following = open_step.step + 1 + self._cluster.staleness
         if following <= self._num_steps:
-            self._planner.plan(following)
+            self._scheduler.schedule(following)
 
     def complete_step(self, finished: FinishedStep) -> list[Trajectory]:
         """Make a trained step the latest one; return its rollouts with advantages.
@@ -125,7 +125,7 @@ class RunState:
         self._failed_steps.note(open_step.step, collected)
         self.account.add(settle_account(finished))
         self._draws, self.num_steps_done = self._draws_before(open_step.step + 1), open_step.step
-        self._planner.note_times(finished.times)
+        self._scheduler.note_times(finished.times)
         self.version += trained.update is not None
         return as_trajectories(
             collected.groups,
@@ -135,12 +135,12 @@ class RunState:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return steps, version, draws, plan and account, for a checkpoint."""
+        """Return steps, version, draws, assignments and account, for a checkpoint."""
         return {
             "num_steps_done": self.num_steps_done,
             "version": self.version,
             "draws": dict(self._draws),
-            "planner": self._planner.state(),
+            "planner": self._scheduler.state(),
             "account": self.account.as_dict(),
         }
 
@@ -164,7 +164,7 @@ class RunState:
         self.num_steps_done, self._draws = step, dict(state["draws"])
         self.account = Account(**state.get("account", {}))
         if "planner" in state:
-            self._planner.load_state(state["planner"])
+            self._scheduler.load_state(state["planner"])
         return past
 
     def _prompts_of(self, step: int) -> list[Prompt]:
@@ -195,8 +195,8 @@ def _check_format(state: Mapping[str, Any]) -> None:
     """Refuse checkpoints of earlier versions, whose records have other names."""
     known = Account().as_dict().keys() >= state.get("account", {}).keys()
     planner = state.get("planner", {"observed": ()})
-    is_planner_known = "observed" in planner and planner.get("lengths", {}).get("name", "median") == "median"
-    if not known or not is_planner_known or any("policy_version" not in each for each in state.get("past", [])):
+    is_scheduler_known = "observed" in planner and planner.get("lengths", {}).get("name", "median") == "median"
+    if not known or not is_scheduler_known or any("policy_version" not in each for each in state.get("past", [])):
         raise StateError(
             "this checkpoint was written by an earlier version of Treering, and only that version can resume it; "
             "start a new run, or install that version"

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from treering.schedule.cluster import linear_latency as linear_latency
     from treering.schedule.histopipe import HistoPipe as HistoPipe
     from treering.schedule.histopipe import make_policy as make_policy
+    from treering.schedule.policy import AssignmentRequest as AssignmentRequest
     from treering.schedule.policy import Forecast as Forecast
-    from treering.schedule.policy import PlanRequest as PlanRequest
     from treering.schedule.simulator import Timeline as Timeline
     from treering.schedule.simulator import simulate as simulate
     from treering.schedule.traces import Trace as Trace
@@ -26,7 +26,7 @@ _HOMES = {
     "Forecast": "policy",
     "HistoPipe": "histopipe",
     "Latency": "cluster",
-    "PlanRequest": "policy",
+    "AssignmentRequest": "policy",
     "Timeline": "simulator",
     "Trace": "traces",
     "TraceStep": "traces",
@@ -38,11 +38,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "AssignmentRequest",
     "Cluster",
     "Forecast",
     "HistoPipe",
     "Latency",
-    "PlanRequest",
     "Timeline",
     "Trace",
     "TraceStep",

@@ -25,7 +25,7 @@ class PredictionErrors:
     """Errors by bins of similar predictions: a normal distribution in each, and the observed outliers.
 
     Errors differ between long and short predictions and are asymmetric: many of the longest rollouts end at the limit,
-    and early ends are far below. Resampling only observed errors would overfit plans to the few longest rollouts.
+    and early ends are far below. Resampling only observed errors would overfit placements to the few longest rollouts.
 
     Example: of errors [0.1, -0.1] * 40 + [-2.0] * 20 a fifth of the samples is -2.0, the rest is normal around -0.1
     with a spread of 0.3.

@@ -1,4 +1,4 @@
-"""Workers that a policy plans for, and the times of their decode steps, loads and updates."""
+"""Workers that a policy assigns rollouts to, and the times of their decode steps, loads and updates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ Shape: TypeAlias = tuple[float, float]
 
 
 def shape_of(latency: Latency, max_rows: int) -> Shape:
-    """Return the ratios that plans depend on, independent of the unit of time.
+    """Return the ratios that placements depend on, independent of the unit of time.
 
     Example: steps of 20 s and 0.05 s a row, up to 64 rows, with updates of 401 s: 23.2 / 20.05 and 20.
     """
@@ -82,7 +82,7 @@ def shape_of(latency: Latency, max_rows: int) -> Shape:
 
 
 def is_among(shape: Shape, others: Sequence[Shape]) -> bool:
-    """Return whether a latency needs no new plan: no ratio is more than 25 % outside the range of the others'.
+    """Return whether a latency needs no new placement: no ratio is more than 25 % outside the range of the others'.
 
     Example: among only (1.16, 20), (1.2, 22) is, within 25 %, and (1.16, 30) is not; it is among (1.16, 20) and (1.16,
     35). Among no others, nothing is.
@@ -119,7 +119,7 @@ def _beyond(rows: NDArray[np.int64], known: NDArray[np.int64], seconds: NDArray[
 _ALIKE = 1.25
 
 STANDARD = linear_latency(step_s=20.0, row_s=0.05)
-"""Default where nothing was measured: plans depend on how a step grows with its rows, not on the unit.
+"""Default where nothing was measured: placements depend on how a step grows with its rows, not on the unit.
 
 A run measures its own latency (`MeasuredTimes`)."""
 
@@ -146,7 +146,7 @@ class Cluster:
     staleness: int
     """Step k is sampled with the weights after step k - 1 - staleness, never with others."""
     latency: Latency
-    """Times that the policy plans with; they may be wrong. A run starts with these and then uses measured ones."""
+    """Times that the policy uses; they may be wrong. A run starts with these and then uses measured ones."""
     rebalancing: Rebalancing = "running"
     """What workers can move; policies request no more."""
 

@@ -1,4 +1,4 @@
-"""HistoPipe: a search for the plan with the least simulated makespan, and policies by name."""
+"""HistoPipe: a search for the placement with the least simulated makespan, and policies by name."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from treering.errors import ConfigError
 from treering.schedule.calibration import PRIOR_SIGMA, CalibratedLengths
 from treering.schedule.cluster import Cluster, Shape, is_among, shape_of
-from treering.schedule.placement import Fifo, PlacementPlan, PlanPolicy, place
-from treering.schedule.policy import Assignment, Forecast, PlanRequest, SchedulePolicy
+from treering.schedule.placement import Fifo, Placement, PlacementPolicy, assign_workers
+from treering.schedule.policy import Assignment, AssignmentRequest, Forecast, SchedulePolicy
 from treering.schedule.simulator import bound_s, simulate, with_training
 from treering.schedule.traces import Trace, TraceStep
 from treering.schedule.turns import even_turns
@@ -38,8 +38,8 @@ _USUAL_TRAINING = 0.07
 no time, running steps at the same time would seem free."""
 
 _CLEARLY = 1.005
-"""The present plan stays if its makespan is at most this many times the best one, or shorter on any sampled trace,
-because a change costs a step and predictions are uncertain."""
+"""The present placement stays if its makespan is at most this many times the best one, or shorter on any sampled
+trace, because a change costs a step and predictions are uncertain."""
 
 _CLOSE = 0.98
 """Lower bound over makespan at which the search stops."""
@@ -59,13 +59,13 @@ class SearchProblem:
     traces: tuple[Trace, ...]
 
 
-def search_problem(request: PlanRequest, calibrated: CalibratedLengths, *, seed: int) -> SearchProblem:
+def search_problem(request: AssignmentRequest, calibrated: CalibratedLengths, *, seed: int) -> SearchProblem:
     """Make the search problem of a request: its forecasts, corrected, repeated to enough steps, with sampled errors.
 
     An update time of 0 counts as unknown.
     """
     cluster = request.cluster
-    num_workers = _num_planned(cluster.num_workers, request.forecasts[0].num_rollouts)
+    num_workers = _num_simulated(cluster.num_workers, request.forecasts[0].num_rollouts)
     small = replace(cluster, num_workers=num_workers)
     num_steps = _STEPS_PER_TURN * (cluster.staleness + 1)
     ahead = [request.forecasts[i % len(request.forecasts)] for i in range(num_steps)]
@@ -77,21 +77,21 @@ def search_problem(request: PlanRequest, calibrated: CalibratedLengths, *, seed:
     return SearchProblem(cluster=small, traces=tuple(traces))
 
 
-def _num_planned(num_workers: int, num_rollouts: int) -> int:
+def _num_simulated(num_workers: int, num_rollouts: int) -> int:
     enough = max(round(num_workers * _MAX_ROLLOUTS / num_rollouts), _MIN_WORKERS)
     return min(num_workers, enough, _MAX_WORKERS)
 
 
-def search(problem: SearchProblem, present: PlacementPlan | None = None) -> PlacementPlan:
-    """Return the plan with the least simulated makespan; the present one, unless another is clearly better.
+def search(problem: SearchProblem, present: Placement | None = None) -> Placement:
+    """Return the placement with the least simulated makespan; the present one, unless another is clearly better.
 
-    The search simulates the plain plans on the first trace. Unless one comes close to the lower bound, it adds a coarse
-    grid of long-rollout workers and the neighbours of the grid's best. Then it simulates the best few on the other
-    traces. Earlier candidates win ties.
+    The search simulates the plain placements on the first trace. Unless one comes close to the lower bound, it adds
+    a coarse grid of long-rollout workers and the neighbours of the grid's best. Then it simulates the best few on the
+    other traces. Earlier candidates win ties.
     """
     candidates = _Candidates(problem)
     candidates.add([] if present is None else [present])
-    candidates.add(plain_plans(problem.cluster))
+    candidates.add(plain_placements(problem.cluster))
     if candidates.of_bound() < _CLOSE:
         candidates.add(_grid(problem.cluster))
         for width in (2, 1):
@@ -99,13 +99,13 @@ def search(problem: SearchProblem, present: PlacementPlan | None = None) -> Plac
     return candidates.winner(present)
 
 
-def plain_plans(cluster: Cluster) -> list[PlacementPlan]:
-    """Return the plans without long-rollout workers, simplest first."""
+def plain_placements(cluster: Cluster) -> list[Placement]:
+    """Return the placements without long-rollout workers, simplest first."""
     turns = range(1, min(cluster.staleness + 1, cluster.num_workers) + 1)
-    found = [PlacementPlan(name=_name("longest first", turn), num_turns=turn, stealing="queued") for turn in turns]
+    found = [Placement(name=_name("longest first", turn), num_turns=turn, stealing="queued") for turn in turns]
     if cluster.staleness == 0:
         return found
-    groups = PlacementPlan(name="equal groups", placing="equal_counts")
+    groups = Placement(name="equal groups", placing="equal_counts")
     found.append(groups)
     if cluster.rebalancing == "running":
         found.append(replace(found[0], name="longest first, tails gathered", moving="consolidate"))
@@ -116,35 +116,35 @@ def plain_plans(cluster: Cluster) -> list[PlacementPlan]:
 class _Candidates:
     def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
-        self._first: dict[PlacementPlan, float] = {}
+        self._first: dict[Placement, float] = {}
 
-    def add(self, plans: Iterable[PlacementPlan]) -> None:
-        for plan in plans:
-            if plan not in self._first:
-                self._first[plan] = self._makespan(plan, self._problem.traces[0])
+    def add(self, placements: Iterable[Placement]) -> None:
+        for placement in placements:
+            if placement not in self._first:
+                self._first[placement] = self._makespan(placement, self._problem.traces[0])
 
     def of_bound(self) -> float:
         """Return the lower bound over the least makespan so far, on the first trace."""
         return bound_s(self._problem.traces[0], self._problem.cluster) / min(self._first.values())
 
-    def best_with_long_workers(self) -> PlacementPlan | None:
-        found = [plan for plan in self._first if plan.num_long_workers]
+    def best_with_long_workers(self) -> Placement | None:
+        found = [placement for placement in self._first if placement.num_long_workers]
         return min(found, key=self._first.__getitem__, default=None)
 
-    def winner(self, present: PlacementPlan | None) -> PlacementPlan:
+    def winner(self, present: Placement | None) -> Placement:
         finalists = sorted(self._first, key=self._first.__getitem__)[:_NUM_FINALISTS]
         finalists += [present] if present is not None and present not in finalists else []
-        makespans = {plan: self._makespans(plan) for plan in finalists}
-        best = min(makespans, key=lambda plan: sum(makespans[plan]))
+        makespans = {placement: self._makespans(placement) for placement in finalists}
+        best = min(makespans, key=lambda placement: sum(makespans[placement]))
         if present is None or _is_clearly_less(makespans[best], makespans[present]):
             return best
         return present
 
-    def _makespans(self, plan: PlacementPlan) -> list[float]:
-        return [self._makespan(plan, trace) for trace in self._problem.traces[1:]]
+    def _makespans(self, placement: Placement) -> list[float]:
+        return [self._makespan(placement, trace) for trace in self._problem.traces[1:]]
 
-    def _makespan(self, plan: PlacementPlan, trace: Trace) -> float:
-        return simulate(PlanPolicy(plan), trace, workers=self._problem.cluster).makespan_s
+    def _makespan(self, placement: Placement, trace: Trace) -> float:
+        return simulate(PlacementPolicy(placement), trace, workers=self._problem.cluster).makespan_s
 
 
 def _is_clearly_less(some: Sequence[float], others: Sequence[float]) -> bool:
@@ -156,26 +156,26 @@ def _name(base: str, num_turns: int) -> str:
     return base if num_turns == 1 else f"{base}, {num_turns} turns"
 
 
-def _grid(cluster: Cluster) -> list[PlacementPlan]:
+def _grid(cluster: Cluster) -> list[Placement]:
     turns = min(cluster.staleness + 1, cluster.num_workers)
     return [
-        plan
+        placement
         for share in _SHARES
         for worker_share in _WORKER_SHARES
-        for plan in _with_long_workers(cluster, turns, share, round(worker_share * (cluster.num_workers // turns)))
+        for placement in _with_long_workers(cluster, turns, share, round(worker_share * (cluster.num_workers // turns)))
     ]
 
 
-def _with_long_workers(cluster: Cluster, num_turns: int, share: float, num_long: int) -> list[PlacementPlan]:
-    """Return the plan, or none if the long or the other rollouts would have no worker."""
+def _with_long_workers(cluster: Cluster, num_turns: int, share: float, num_long: int) -> list[Placement]:
+    """Return the placement, or none if the long or the other rollouts would have no worker."""
     num_workers = cluster.num_workers // num_turns
     if not (1 <= num_long < num_workers and 0 < share < 1):
         return []
     name = _name(f"{num_long / num_workers:.0%} of workers for the longest {share:.0%}", num_turns)
-    return [PlacementPlan(name=name, num_turns=num_turns, long_share=share, num_long_workers=num_long)]
+    return [Placement(name=name, num_turns=num_turns, long_share=share, num_long_workers=num_long)]
 
 
-def _around(best: PlacementPlan | None, cluster: Cluster, width: int) -> list[PlacementPlan]:
+def _around(best: Placement | None, cluster: Cluster, width: int) -> list[Placement]:
     if best is None:
         return []
     shares = [round(best.long_share * (1 + 0.15 * change), 4) for change in (-width, 0, width)]
@@ -189,12 +189,12 @@ def _around(best: PlacementPlan | None, cluster: Cluster, width: int) -> list[Pl
     return [*chain.from_iterable(around), *variants]
 
 
-def rescaled(plan: PlacementPlan, num_workers: int, planned_for: int) -> PlacementPlan:
-    """Return the plan for a cluster of another size, with the same share of long-rollout workers."""
-    if num_workers == planned_for or not plan.num_long_workers:
-        return plan
-    now, before = num_workers // plan.num_turns, planned_for // plan.num_turns
-    return replace(plan, num_long_workers=min(max(round(plan.num_long_workers * now / before), 1), now - 1))
+def rescaled(placement: Placement, num_workers: int, num_simulated: int) -> Placement:
+    """Return the placement for a cluster of another size, with the same share of long-rollout workers."""
+    if num_workers == num_simulated or not placement.num_long_workers:
+        return placement
+    now, before = num_workers // placement.num_turns, num_simulated // placement.num_turns
+    return replace(placement, num_long_workers=min(max(round(placement.num_long_workers * now / before), 1), now - 1))
 
 
 def _sampled(forecast: Forecast, share: float) -> Forecast:
@@ -228,11 +228,11 @@ def _drawn(
 
 
 class HistoPipe(SchedulePolicy):
-    """Searches a family of plans for the least simulated makespan of the next steps.
+    """Searches a family of placements for the least simulated makespan of the next steps.
 
     The paper's alternating equal groups (RhymeRL, arXiv 2508.18588, section 6.2) are one of them. Others are longest
-    first, turns of disjoint workers, and workers that run only the longest rollouts. The best plan depends on whether
-    total work or the longest rollout dominates. Predictions are corrected by the errors of earlier ones.
+    first, turns of disjoint workers, and workers that run only the longest rollouts. The best placement depends on
+    whether total work or the longest rollout dominates. Predictions are corrected by the errors of earlier ones.
 
     Example:
         >>> policy = HistoPipe()
@@ -241,34 +241,34 @@ class HistoPipe(SchedulePolicy):
         ('longest first, 2 turns',)
     """
 
-    def __init__(self, *, sigma: float = PRIOR_SIGMA, replan_every: int = 4, seed: int = 0) -> None:
+    def __init__(self, *, sigma: float = PRIOR_SIGMA, search_every: int = 4, seed: int = 0) -> None:
         """Make a policy for one run.
 
         Args:
             sigma: spread of log(length / prediction) until the first step has ended.
-            replan_every: steps until the next search, doubled after each search that keeps the plan. A search also runs
-                at the first step after a finished one, and when the latency is outside the range that the present plan
-                was found for.
+            search_every: steps until the next search, doubled after each search that keeps the placement. A search also
+                runs at the first step after a finished one, and when the latency is outside the range that the present
+                placement was found for.
             seed: seed of the sampled lengths.
 
         Raises:
-            ConfigError: `sigma` is below 0, or `replan_every` below 1.
+            ConfigError: `sigma` is below 0, or `search_every` below 1.
         """
-        if not sigma >= 0 or replan_every < 1:
+        if not sigma >= 0 or search_every < 1:
             raise ConfigError(
-                f"sigma must be at least 0 and replan_every at least 1, got sigma={sigma} and "
-                f"replan_every={replan_every}; correct them"
+                f"sigma must be at least 0 and search_every at least 1, got sigma={sigma} and "
+                f"search_every={search_every}; correct them"
             )
         self._calibrated = CalibratedLengths(sigma)
-        self._replan_every = self._interval = replan_every
+        self._search_every = self._interval = search_every
         self._seed = seed
-        self._plan: PlacementPlan | None = None
-        self._found: PlacementPlan | None = None
+        self._placement: Placement | None = None
+        self._found: Placement | None = None
         self._num_workers = 0
-        self._planned_for = 0
+        self._searched_at = 0
         self._has_learnt = False
         self._shapes: list[Shape] = []
-        """Shapes of the latencies that the present plan was found for."""
+        """Shapes of the latencies that the present placement was found for."""
         self._choices: list[str] = []
 
     @property
@@ -278,50 +278,52 @@ class HistoPipe(SchedulePolicy):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The plan used for each step so far."""
+        """The placement used for each step so far."""
         return tuple(self._choices)
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
         """Update the correction of predictions by a finished step."""
         self._calibrated.learn(predicted, lengths)
 
-    def assign(self, request: PlanRequest) -> Assignment:
-        """Place the step by the present plan, after a search for a better one if a search is due."""
-        plan = self._planned(request)
-        self._choices.append(plan.name)
+    def assign(self, request: AssignmentRequest) -> Assignment:
+        """Place the step by the present placement, after a search for a better one if a search is due."""
+        placement = self._current(request)
+        self._choices.append(placement.name)
         forecast, cluster = request.forecasts[0], request.cluster
         lengths = self._calibrated.lengths(forecast.lengths, cluster.max_tokens)
-        return place(plan, lengths, forecast.prompts, step=request.step, cluster=cluster, wait_s=forecast.wait_s)
+        return assign_workers(
+            placement, lengths, forecast.prompts, step=request.step, cluster=cluster, wait_s=forecast.wait_s
+        )
 
-    def _planned(self, request: PlanRequest) -> PlacementPlan:
-        is_due = request.step >= self._planned_for + self._interval
+    def _current(self, request: AssignmentRequest) -> Placement:
+        is_due = request.step >= self._searched_at + self._interval
         is_first_learnt = self._calibrated.has_learnt and not self._has_learnt
         shape = shape_of(request.cluster.latency, request.cluster.num_slots)
         is_other = not is_among(shape, self._shapes)
-        if self._plan is None or is_due or is_first_learnt or is_other:
+        if self._placement is None or is_due or is_first_learnt or is_other:
             problem = search_problem(request, self._calibrated, seed=self._seed)
             num_workers = problem.cluster.num_workers
-            # A plan found for a sample of another size does not apply to this sample.
+            # A placement found for a sample of another size does not apply to this sample.
             before = self._found if num_workers == self._num_workers else None
             self._found = search(problem, before)
             is_same = self._found == before
             if not is_same:
-                self._interval = self._replan_every
+                self._interval = self._search_every
             elif is_due:
                 self._interval *= 2
             self._num_workers = num_workers
-            self._plan = rescaled(self._found, request.cluster.num_workers, num_workers)
-            self._planned_for = request.step
+            self._placement = rescaled(self._found, request.cluster.num_workers, num_workers)
+            self._searched_at = request.step
             self._shapes = [*self._shapes, shape] if is_same else [shape]
             self._has_learnt = self._calibrated.has_learnt
-        return self._plan
+        return self._placement
 
     def state(self) -> dict[str, Any]:
-        """Return the present plan, and when it was made."""
-        plans = {"plan": self._plan, "found": self._found}
-        known = {name: asdict(plan) for name, plan in plans.items() if plan is not None}
+        """Return the present placement, and the step of the latest search."""
+        placements = {"plan": self._placement, "found": self._found}
+        known = {name: asdict(placement) for name, placement in placements.items() if placement is not None}
         numbers = {
-            "planned_for": self._planned_for,
+            "planned_for": self._searched_at,
             "interval": self._interval,
             "num_workers": self._num_workers,
             "shapes": [list(shape) for shape in self._shapes],
@@ -329,11 +331,11 @@ class HistoPipe(SchedulePolicy):
         return {**known, **numbers, "has_learnt": self._has_learnt}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the plan from a `state`."""
-        self._plan, self._found = (
-            PlacementPlan(**state[name]) if name in state else None for name in ("plan", "found")
+        """Restore the placement from a `state`."""
+        self._placement, self._found = (
+            Placement(**state[name]) if name in state else None for name in ("plan", "found")
         )
-        self._planned_for, self._interval = state["planned_for"], state["interval"]
+        self._searched_at, self._interval = state["planned_for"], state["interval"]
         self._num_workers, self._has_learnt = state["num_workers"], state["has_learnt"]
         self._shapes = [(shape[0], shape[1]) for shape in state.get("shapes", [])]
 
@@ -341,7 +343,7 @@ class HistoPipe(SchedulePolicy):
 POLICIES: Mapping[str, Callable[[], SchedulePolicy]] = MappingProxyType(
     {
         "fifo": Fifo,
-        "longest_first": lambda: PlanPolicy(PlacementPlan(name="longest_first")),
+        "longest_first": lambda: PlacementPolicy(Placement(name="longest_first")),
         "histopipe": HistoPipe,
     }
 )

@@ -1,4 +1,4 @@
-"""Plans as data, how they place a step, and the policies that follow one plan."""
+"""Placements as data, how they assign the rollouts of a step, and the policies that follow one placement."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from treering.compiling.once import compiled_once
 from treering.schedule.cluster import Cluster
-from treering.schedule.policy import Assignment, Moving, PlanRequest, SchedulePolicy, Stealing
+from treering.schedule.policy import Assignment, AssignmentRequest, Moving, SchedulePolicy, Stealing
 from treering.schedule.simulated_step import sink
 
 
@@ -55,9 +55,9 @@ def balanced(order: NDArray[np.int64], lengths: NDArray[np.float64], num_workers
     # A heap of the workers by load: the first entry is the next worker.
     loads, workers = np.zeros(num_workers), np.arange(num_workers)
     found = np.empty(order.size, np.int64)
-    for place in range(order.size):
-        found[place] = workers[0]
-        loads[0] += lengths[order[place]]
+    for index in range(order.size):
+        found[index] = workers[0]
+        loads[0] += lengths[order[index]]
         sink(loads, workers, 0, num_workers, 0)
     return found
 
@@ -68,10 +68,10 @@ tokens. equal_counts: ranges of ranks with as many rollouts each (RhymeRL's Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementPlan:
-    """One way to place every step.
+class Placement:
+    """One way to assign the rollouts of every step to workers.
 
-    Example: `PlacementPlan(name="turns", num_turns=2)` runs odd steps on the odd workers and even steps on the others.
+    Example: `Placement(name="turns", num_turns=2)` runs odd steps on the odd workers and even steps on the others.
     """
 
     name: str
@@ -91,8 +91,8 @@ class PlacementPlan:
     """Whether running rollouts move."""
 
 
-def place(
-    plan: PlacementPlan,
+def assign_workers(
+    placement: Placement,
     lengths: NDArray[np.float64],
     prompts: NDArray[np.int64],
     *,
@@ -106,7 +106,7 @@ def place(
     rollouts now has long ones next (RhymeRL section 6.2).
 
     Args:
-        plan: how to place the step.
+        placement: how to assign the rollouts.
         lengths: float64 [R] > 0: corrected predictions.
         prompts: int64 [R]: prompt index of each rollout.
         step: index of the step, from 1.
@@ -118,9 +118,9 @@ def place(
     Example: lengths [9, 1, 1, 1] with equal counts on two workers: [1, 1, 0, 0] in step 1, [0, 0, 1, 1] in step 2.
     """
     order = longest_first(lengths, prompts)
-    available = np.arange(step % plan.num_turns, cluster.num_workers, plan.num_turns)
-    if plan.placing == "balanced":
-        workers = _with_long_workers(plan, order, lengths, available)
+    available = np.arange(step % placement.num_turns, cluster.num_workers, placement.num_turns)
+    if placement.placing == "balanced":
+        workers = _with_long_workers(placement, order, lengths, available)
     else:
         ranges = available if step % 2 else available[::-1]
         workers = ranges[equal_counts(order[::-1], ranges.size)]
@@ -128,8 +128,8 @@ def place(
     return Assignment(
         workers=workers.astype(np.int32),
         order=order if spans is None else longest_first(spans, prompts),
-        stealing="off" if cluster.rebalancing == "none" else plan.stealing,
-        moving=plan.moving if cluster.rebalancing == "running" and spans is None else "off",
+        stealing="off" if cluster.rebalancing == "none" else placement.stealing,
+        moving=placement.moving if cluster.rebalancing == "running" and spans is None else "off",
         predicted_lengths=lengths,
     )
 
@@ -142,11 +142,11 @@ def spans_s(lengths: NDArray[np.float64], wait_s: NDArray[np.float64], cluster: 
 
 
 def _with_long_workers(
-    plan: PlacementPlan, order: NDArray[np.int64], lengths: NDArray[np.float64], available: NDArray[np.int64]
+    placement: Placement, order: NDArray[np.int64], lengths: NDArray[np.float64], available: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     workers = np.empty(lengths.size, np.int64)
-    num_long_workers = min(plan.num_long_workers, available.size - 1)
-    num_long = round(plan.long_share * lengths.size) if num_long_workers else 0
+    num_long_workers = min(placement.num_long_workers, available.size - 1)
+    num_long = round(placement.long_share * lengths.size) if num_long_workers else 0
     parts = ((order[:num_long], available[:num_long_workers]), (order[num_long:], available[num_long_workers:]))
     for part, own in parts:
         workers[part] = own[balanced(part, lengths, own.size)]
@@ -167,7 +167,7 @@ class Fifo(SchedulePolicy):
         """Name in reports."""
         return "fifo"
 
-    def assign(self, request: PlanRequest) -> Assignment:
+    def assign(self, request: AssignmentRequest) -> Assignment:
         """Assign a shard to each worker."""
         num_rollouts = request.forecasts[0].num_rollouts
         random = np.random.default_rng((self._seed, request.step))
@@ -175,25 +175,25 @@ class Fifo(SchedulePolicy):
         return Assignment(workers=shards, order=np.arange(num_rollouts))
 
 
-class PlanPolicy(SchedulePolicy):
-    """One plan for all steps, with uncorrected forecasts.
+class PlacementPolicy(SchedulePolicy):
+    """One placement for all steps, with uncorrected forecasts.
 
-    Example: `PlanPolicy(PlacementPlan(name="turns", num_turns=2))` runs odd and even steps on different workers.
+    Example: `PlacementPolicy(Placement(name="turns", num_turns=2))` runs odd and even steps on different workers.
     """
 
-    def __init__(self, plan: PlacementPlan) -> None:
-        self._plan = plan
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
 
     @property
     def name(self) -> str:
         """Name in reports."""
-        return self._plan.name
+        return self._placement.name
 
-    def assign(self, request: PlanRequest) -> Assignment:
-        """Place the step by the plan."""
+    def assign(self, request: AssignmentRequest) -> Assignment:
+        """Assign the rollouts by the placement."""
         forecast = request.forecasts[0]
-        return place(
-            self._plan,
+        return assign_workers(
+            self._placement,
             forecast.lengths,
             forecast.prompts,
             step=request.step,

@@ -80,10 +80,10 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlanRequest:
+class AssignmentRequest:
     """Everything that a policy knows when it assigns a step.
 
-    Example: `PlanRequest(step=3, cluster=cluster, forecasts=(third, fourth))` requests step 3;
+    Example: `AssignmentRequest(step=3, cluster=cluster, forecasts=(third, fourth))` requests step 3;
     step 4 is known too.
     """
 
@@ -148,11 +148,11 @@ class SchedulePolicy(ABC):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The plan used for each step so far, if the policy chooses among plans."""
+        """The placement used for each step so far, if the policy chooses among placements."""
         return ()
 
     @abstractmethod
-    def assign(self, request: PlanRequest) -> Assignment:
+    def assign(self, request: AssignmentRequest) -> Assignment:
         """Assign the requested step; every rollout gets one of the cluster's workers."""
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:  # noqa: B027

@@ -15,9 +15,9 @@ from treering.arrays import Float64Array, Int64Array
 from treering.errors import ConfigError, InputError
 from treering.schedule.calibration import CalibratedLengths
 from treering.schedule.cluster import Cluster, without_moves
-from treering.schedule.histopipe import plain_plans, rescaled, search, search_problem
-from treering.schedule.placement import PlacementPlan, longest_first, place
-from treering.schedule.policy import PlanRequest
+from treering.schedule.histopipe import plain_placements, rescaled, search, search_problem
+from treering.schedule.placement import Placement, assign_workers, longest_first
+from treering.schedule.policy import AssignmentRequest
 from treering.schedule.rehearsed_step import DoneStep, RehearsalCosts, early_rollouts, run_with_rehearsals
 from treering.schedule.simulated_step import StepRollouts
 from treering.schedule.simulator import NUM_FORECASTS, Timeline, longest_s, queued_rollouts, work_s
@@ -27,21 +27,21 @@ CHUNK = 512
 """Rehearsed tokens of a rollout that a pass verifies; those after a change in the same pass are wasted."""
 
 _NUM_DRAWS = 2
-"""Number of sampled traces on which each candidate plan is simulated."""
+"""Number of sampled traces on which each candidate is simulated."""
 
 _ROW_SHARES = (0.02, 0.06, 0.25, 1.0)
 """Shares of a worker's slots to try as the limit of rows that rehearse while it decodes the present step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RehearsalPlan:
+class RehearsalPlacement:
     """How every step is placed, and how many rows rehearse the next one.
 
-    Example: `RehearsalPlan(placement=plan, num_rows=8)`: at most 8 rows of a worker rehearse while it decodes rollouts
-    of the present step, and all of its rows afterwards.
+    Example: `RehearsalPlacement(placement=placement, num_rows=8)`: at most 8 rows of a worker rehearse while it decodes
+    rollouts of the present step, and all of its rows afterwards.
     """
 
-    placement: PlacementPlan
+    placement: Placement
     """Placement of a step's rollouts by their expected remaining tokens."""
     num_rows: int | None = None
     """Most rows that rehearse on a worker that decodes the present step. 0: only idle workers rehearse; None: none."""
@@ -117,37 +117,37 @@ def rehearsed_bound_s(trace: Trace, cluster: Cluster, changes: Sequence[Int64Arr
     return max(work, total)
 
 
-def plan_rehearsals(trace: Trace, cluster: Cluster, *, change: float, seed: int = 0) -> RehearsalPlan:
-    """Return the plan whose first steps take the least simulated time.
+def choose_rehearsals(trace: Trace, cluster: Cluster, *, change: float, seed: int = 0) -> RehearsalPlacement:
+    """Return the placement and rehearsals whose first steps take the least simulated time.
 
     Every candidate runs on the predicted lengths, as if they came true, and on sampled ones. Candidates place rollouts
-    as HistoPipe does at staleness 0, or longest first. The best plan without rehearsals is replaced only by a plan that
+    as HistoPipe does at staleness 0, or longest first. The best one without rehearsals is replaced only by one that
     is at least as fast on every trace.
 
     Raises:
         InputError: rollouts wait for an environment.
 
-    Example: with a chance of 1 the plan is HistoPipe's, without rehearsals.
+    Example: with a chance of 1 the result is HistoPipe's, without rehearsals.
     """
     _check(trace)
     known = tuple(step.forecast for step in trace.steps[:NUM_FORECASTS])
-    request = PlanRequest(step=1, cluster=replace(without_moves(cluster), staleness=0), forecasts=known)
+    request = AssignmentRequest(step=1, cluster=replace(without_moves(cluster), staleness=0), forecasts=known)
     problem = search_problem(request, CalibratedLengths(), seed=seed)
     small, traces = problem.cluster, [_come_true(problem.traces[0]), *problem.traces[1 : 1 + _NUM_DRAWS]]
     changes = [draw_changes(each, change, seed=seed + number) for number, each in enumerate(traces, 1)]
 
-    def times_s(plan: RehearsalPlan) -> Float64Array:
+    def times_s(chosen: RehearsalPlacement) -> Float64Array:
         runs = zip(traces, changes, strict=True)
-        return np.array([simulate_rehearsed(each, small, plan, change, own).makespan_s for each, own in runs])
+        return np.array([simulate_rehearsed(each, small, chosen, change, own).makespan_s for each, own in runs])
 
-    placements = dict.fromkeys([search(problem), *plain_plans(small)])
-    plain = [RehearsalPlan(placement=placement) for placement in placements]
+    placements = dict.fromkeys([search(problem), *plain_placements(small)])
+    plain = [RehearsalPlacement(placement=placement) for placement in placements]
     rows = dict.fromkeys([0, *(max(1, round(share * small.num_slots)) for share in _ROW_SHARES)])
-    times = {plan: times_s(plan) for plan in plain}
-    best = min(times, key=lambda plan: float(times[plan].sum()))
-    others = {other: times_s(other) for other in (replace(plan, num_rows=most) for plan in plain for most in rows)}
-    times = {best: times[best], **{plan: own for plan, own in others.items() if (own <= times[best]).all()}}
-    best = min(times, key=lambda plan: float(times[plan].sum()))
+    times = {chosen: times_s(chosen) for chosen in plain}
+    best = min(times, key=lambda chosen: float(times[chosen].sum()))
+    others = {other: times_s(other) for other in (replace(chosen, num_rows=most) for chosen in plain for most in rows)}
+    times = {best: times[best], **{chosen: own for chosen, own in others.items() if (own <= times[best]).all()}}
+    best = min(times, key=lambda chosen: float(times[chosen].sum()))
     return replace(best, placement=rescaled(best.placement, cluster.num_workers, small.num_workers))
 
 
@@ -162,7 +162,7 @@ def _come_true(trace: Trace) -> Trace:
 
 
 def simulate_rehearsed(
-    trace: Trace, cluster: Cluster, plan: RehearsalPlan, change: float, changes: Sequence[Int64Array]
+    trace: Trace, cluster: Cluster, chosen: RehearsalPlacement, change: float, changes: Sequence[Int64Array]
 ) -> RehearsedTimeline:
     """Simulate a synchronous run, at staleness 0, whose idle rows rehearse the next step.
 
@@ -173,7 +173,7 @@ def simulate_rehearsed(
     Args:
         trace: lengths and predictions, without waits.
         cluster: simulated with staleness 0 and without moves of running rollouts.
-        plan: see `plan_rehearsals`.
+        chosen: see `choose_rehearsals`.
         change: chance that a token changes, given that those before it stayed; the placement knows it.
         changes: see `draw_changes`; the placement does not know them.
 
@@ -190,7 +190,7 @@ def simulate_rehearsed(
         kept = np.minimum(rehearsed, unchanged)
         verified = np.minimum(rehearsed, (kept // CHUNK + 1) * CHUNK)
         counts.append((rehearsed.sum(), verified.sum(), kept.sum()))
-        work, stealing = _queues(step, kept, expected_kept(change, rehearsed), plan.placement, number, cluster)
+        work, stealing = _queues(step, kept, expected_kept(change, rehearsed), chosen.placement, number, cluster)
         prefilled = np.where(rehearsed > 0, work.num_prompt_tokens + verified, 0)[work.queued]
         owners = np.repeat(np.arange(cluster.num_workers), np.diff(work.offsets))
         verifying_s = latency.prefill_s * np.bincount(owners, prefilled, cluster.num_workers)
@@ -199,12 +199,12 @@ def simulate_rehearsed(
                 starts=opened + (latency.load_s if number > 1 else 0.0) + verifying_s,
                 work=work._replace(num_prompt_tokens=np.where(rehearsed > 0, 0, work.num_prompt_tokens)),
                 contexts=work.num_prompt_tokens + kept,
-                early=early_rollouts(None if plan.num_rows is None else later, plan.num_rows or 0),
+                early=early_rollouts(None if chosen.num_rows is None else later, chosen.num_rows or 0),
                 costs=RehearsalCosts(token_s, latency.prefill_s, latency.training_s, stealing),
             )
         )
         opened, rehearsed = done[-1].sampled + latency.training_s, done[-1].rehearsed
-        if later is not None and plan.num_rows is None:
+        if later is not None and chosen.num_rows is None:
             rehearsed = np.zeros(later.num_rollouts, np.int64)
     num_rehearsed, num_verified, num_kept = np.array(counts, np.int64).T
     sampled = np.array([each.sampled for each in done])
@@ -223,7 +223,7 @@ def simulate_rehearsed(
         staleness_max=0,
         num_stolen=sum(each.num_stolen for each in done),
         num_moved=0,
-        choices=(plan.name,) * len(done),
+        choices=(chosen.name,) * len(done),
         num_rehearsed=num_rehearsed,
         num_verified=num_verified,
         num_kept=num_kept,
@@ -232,12 +232,12 @@ def simulate_rehearsed(
 
 
 def _queues(
-    step: TraceStep, kept: Int64Array, hoped: Float64Array, placement: PlacementPlan, number: int, cluster: Cluster
+    step: TraceStep, kept: Int64Array, hoped: Float64Array, placement: Placement, number: int, cluster: Cluster
 ) -> tuple[StepRollouts, bool]:
     """Return the remaining tokens of a step, placed by their expected numbers, and whether idle workers steal."""
     forecast = step.forecast
     expected = np.maximum(forecast.lengths - hoped, 1.0)
-    assignment = place(placement, expected, forecast.prompts, step=number, cluster=cluster)
+    assignment = assign_workers(placement, expected, forecast.prompts, step=number, cluster=cluster)
     predicted = np.where(kept == step.lengths, 1.0, np.maximum(forecast.lengths - kept, 1.0))
     ordered = replace(assignment, order=longest_first(predicted, forecast.prompts), predicted_lengths=predicted)
     queues = queued_rollouts(step, ordered, cluster.num_workers)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from treering.errors import InputError
 from treering.schedule.cluster import STANDARD, Cluster, without_moves
 from treering.schedule.migration import CONSOLIDATE, DRAIN, OFF
-from treering.schedule.policy import Assignment, PlanRequest, SchedulePolicy
+from treering.schedule.policy import Assignment, AssignmentRequest, SchedulePolicy
 from treering.schedule.simulated_step import Rules, StepRollouts, run_step
 from treering.schedule.traces import Trace, TraceStep
 from treering.schedule.turns import Parts
@@ -52,7 +52,7 @@ class Timeline:
     num_moved: int
     """Moves of running rollouts."""
     choices: tuple[str, ...] = ()
-    """The plan used for each step, if the policy chooses among plans."""
+    """The placement used for each step, if the policy chooses among placements."""
 
     @property
     def makespan_s(self) -> float:
@@ -145,7 +145,7 @@ def simulate(
         policy: a new policy; it assigns every step in order.
         trace: lengths and predictions.
         workers: the cluster, or a number of workers of `standard_cluster`.
-        believed: the cluster that the policy plans with; None for the real one.
+        believed: the cluster that the policy assumes; None for the real one.
 
     Raises:
         InputError: an assignment has an absent worker or another number of rollouts.
@@ -164,7 +164,7 @@ def simulate(
             past = trace.steps[known - 1]
             policy.learn(known, past.forecast.lengths, past.lengths)
         ahead = trace.steps[number - 1 : number - 1 + NUM_FORECASTS]
-        request = PlanRequest(
+        request = AssignmentRequest(
             step=number, cluster=believed or cluster, forecasts=tuple(later.forecast for later in ahead)
         )
         run.add(number, step, checked(policy.assign(request), step.num_rollouts, cluster.num_workers))

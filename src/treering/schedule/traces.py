@@ -166,7 +166,7 @@ def read_trace(
     Args:
         path: file or folder, see `treering.schedule.rollout_logs.read_log`.
         num_rollouts: rollouts of a step if the log has no `step`; see `read_log`.
-        staleness: step k is predicted from the steps up to k - 1 - staleness, which have ended when it is planned.
+        staleness: step k is predicted from the steps up to k - 1 - staleness, which have ended when it is scheduled.
         format: format of the records; see `read_log`.
 
     Raises:

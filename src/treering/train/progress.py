@@ -8,7 +8,7 @@ Phase = Literal["starting", "sampling", "scoring", "training"]
 first. training: distinct tokens, forward and backward."""
 
 OnProgress: TypeAlias = Callable[[Phase, int, int], None]
-"""Callback with a phase, the amount done and the amount planned. It is called at the start of a phase with 0, during it
+"""Callback with a phase, the amount done and the total. It is called at the start of a phase with 0, during it
 even without progress, and at its end, when both are equal. An error in it ends the step and leaves the loop as after
 the previous step; part of the gradients may have been added."""
 
@@ -19,11 +19,11 @@ class PhaseProgress:
     Example: `PhaseProgress("training", 100, print).add(40)` prints `training 0 100` and `training 40 100`.
     """
 
-    def __init__(self, phase: Phase, num_planned: int, on_progress: OnProgress | None) -> None:
+    def __init__(self, phase: Phase, num_total: int, on_progress: OnProgress | None) -> None:
         """Start a phase; `on_progress` gets every change unless it is None. An empty phase is not reported."""
         self._phase = phase
-        self._num_planned = num_planned
-        self._on_progress = on_progress if num_planned else None
+        self._num_total = num_total
+        self._on_progress = on_progress if num_total else None
         self._num_done = 0
         self.tick()
 
@@ -40,4 +40,4 @@ class PhaseProgress:
     def tick(self) -> None:
         """Report the current state, so that the callback can end the step."""
         if self._on_progress is not None:
-            self._on_progress(self._phase, self._num_done, self._num_planned)
+            self._on_progress(self._phase, self._num_done, self._num_total)

@@ -141,8 +141,8 @@ def backward(
             step, ranks run any passes, and gradients are reduced once at its end. None means "sharded" if weights are
             sharded, else "gathered". "alone": this rank trains a model by itself.
         router_losses: losses on the routers of a mixture of experts, added to the objective's; None adds none.
-        on_progress: called after each micro-batch and partition with the tokens done and planned of this rank; does not
-            change the result.
+        on_progress: called after each micro-batch and partition with the tokens done and the total of this rank; does
+            not change the result.
 
     Raises:
         InputError: per-branch values that do not fit the branches, a token outside the vocabulary, a missing or

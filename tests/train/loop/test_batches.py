@@ -9,7 +9,7 @@ from tests.forests import sequence_sets
 from treering.data import Trajectory, render
 from treering.errors import ConfigError, InputError
 from treering.train.loop.batches import (
-    StepPlan,
+    StepTasks,
     TrainingTask,
     check_ranks,
     group_by_task,
@@ -72,18 +72,18 @@ def test_the_order_of_a_seed_never_changes() -> None:
 
 @given(num_tasks=st.integers(1, 30), per_step=st.integers(1, 12), epoch=st.integers(0, 3))
 def test_an_epochs_steps_train_every_task_once(num_tasks: int, per_step: int, epoch: int) -> None:
-    plan = StepPlan(num_tasks=num_tasks, trees_per_step=per_step, seed=5)
-    steps = range(1 + epoch * plan.steps_per_epoch, 1 + (epoch + 1) * plan.steps_per_epoch)
-    parts = [plan.tasks_of(step).tolist() for step in steps]
+    step_tasks = StepTasks(num_tasks=num_tasks, trees_per_step=per_step, seed=5)
+    steps = range(1 + epoch * step_tasks.steps_per_epoch, 1 + (epoch + 1) * step_tasks.steps_per_epoch)
+    parts = [step_tasks.tasks_of(step).tolist() for step in steps]
     assert sorted(number for part in parts for number in part) == list(range(num_tasks))
-    assert {plan.epoch_of(step) for step in steps} == {epoch}
+    assert {step_tasks.epoch_of(step) for step in steps} == {epoch}
     assert [len(part) for part in parts[:-1]] == [per_step] * (len(parts) - 1)
 
 
 @pytest.mark.parametrize(("num_tasks", "per_step"), [(0, 1), (3, 0)])
-def test_a_plan_needs_tasks_and_trees(num_tasks: int, per_step: int) -> None:
+def test_a_step_needs_tasks_and_trees(num_tasks: int, per_step: int) -> None:
     with pytest.raises(InputError, match=f"got {num_tasks} and {per_step}"):
-        StepPlan(num_tasks=num_tasks, trees_per_step=per_step, seed=0)
+        StepTasks(num_tasks=num_tasks, trees_per_step=per_step, seed=0)
 
 
 @given(st.lists(sequence_sets(max_sequences=5), min_size=1, max_size=4))

@@ -30,7 +30,7 @@ def train(folder: Path, loop: Resumable[Any], *, signal_at: int | None = None) -
     """Train until a signal at the n-th progress call; return the exception that ended the run."""
     interruption, num_words = Interruption(RankGroup()), 0
 
-    def hear(phase: Phase, num_done: int, num_planned: int) -> None:
+    def hear(phase: Phase, num_done: int, num_total: int) -> None:
         nonlocal num_words
         num_words += 1
         if num_words == signal_at:

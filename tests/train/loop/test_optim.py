@@ -1,4 +1,4 @@
-"""The optimizer's schedule formula, weight decay by parameter, and clipping by the global norm."""
+"""The learning-rate schedule's formula, weight decay by parameter, and clipping by the global norm."""
 
 import math
 from typing import Any

@@ -45,7 +45,7 @@ def test_steps_are_those_of_plain_flat_training() -> None:
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)
     for step in range(1, 5):
-        loss = flat_loss(model, [tasks[i] for i in loop.plan.tasks_of(step)])
+        loss = flat_loss(model, [tasks[i] for i in loop.step_tasks.tasks_of(step)])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]).norm()
@@ -106,7 +106,7 @@ def test_a_report_counts_the_tasks_of_its_step(layout: str) -> None:
         (3, 0, 1),
         (4, 1, 2),
     ]
-    trained = [tasks[i] for i in loop.plan.tasks_of(3)]
+    trained = [tasks[i] for i in loop.step_tasks.tasks_of(3)]
     flat = [tuple(sequence.tolist()) for task in trained for sequence in task.sequences]
     prefixes = {sequence[: i + 1] for sequence in flat for i in range(len(sequence))}
     num_tokens = len(prefixes) if layout == "tree" else sum(map(len, flat))

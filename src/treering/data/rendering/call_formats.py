@@ -1,7 +1,7 @@
 """The formats in which models write tool calls, and the detection of a chat template's format.
 
-A format is an entry of `FORMATS`: an opening, a body (JSON, tags of parameters, Python, Gemma's notation) and a closing.
-The format of a template is the one that reads a rendered call.
+A format is an entry of `FORMATS`: an opening, a body (JSON, tags of parameters, Python, Gemma's notation) and a
+closing. The format of a template is the one that reads a rendered call.
 """
 
 import ast

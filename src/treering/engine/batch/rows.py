@@ -23,7 +23,7 @@ from treering.engine.kv_cache import (
     PromptKeys,
     RolloutCache,
     Source,
-    plan_copies,
+    list_copies,
 )
 from treering.engine.protocol import FinishReason, Request, Rollout, RolloutKey
 from treering.engine.sampling.noise import row_key
@@ -328,7 +328,7 @@ class Table:
         own = [
             Source(np.concatenate([before, span.tokens]), before.size, span.start) for before, span in (*kept, *running)
         ]
-        return plan_copies([*prompts, *own], tokens, num_computed)
+        return list_copies([*prompts, *own], tokens, num_computed)
 
     def _copy(self, copy: Copy, start: int) -> None:
         """Copy keys and values into a context whose first token has slot `start`."""

@@ -1,4 +1,4 @@
-"""Plan a step of the running rows: which rows are computed with which drafts, and which samples are appended.
+"""Lay out a step of the running rows: which rows are computed with which drafts, and which samples are appended.
 
 Rows with identical tokens, such as siblings before their first difference, have identical keys, values and logits, so a
 pass computes the first of them, the leader. Each row samples with its own noise, so results do not change (law 5).
@@ -269,8 +269,8 @@ def fill_max_drafts(
         max_drafts[row] = limit[row] - num_tokens[row] - 1 if decodes else 0
 
 
-def plan_pass(columns: BatchState, leaders: Int64Array, max_prefill: int, drafts: DraftTrees) -> StepInputs:
-    """Plan the next pass over rows 0 to B - 1, given each row's leader `leaders` [B].
+def make_inputs(columns: BatchState, leaders: Int64Array, max_prefill: int, drafts: DraftTrees) -> StepInputs:
+    """Make the inputs of the next pass over rows 0 to B - 1, given each row's leader `leaders` [B].
 
     A duplicate row computes nothing; it is sampled from its leader's logits, along its leader's drafts. A decoding row
     (one missing token) computes that token and its drafts, and is sampled after each. A row with more missing tokens
@@ -538,12 +538,12 @@ def _append(
         num_accepted[row] = num_new[index] - 1
         if num_accepted[row] > 0:
             leaves[row] = path[index, num_accepted[row] - 1]
-    num_moves: int = _plan_moves(num_tokens, num_prefix, own_start, rows, leaders, num_new, num_accepted, path, moves)
+    num_moves: int = _list_moves(num_tokens, num_prefix, own_start, rows, leaders, num_new, num_accepted, path, moves)
     return num_moves
 
 
 @lean
-def _plan_moves(
+def _list_moves(
     num_tokens: Int64Array,
     num_prefix: Int64Array,
     own_start: Int64Array,

@@ -133,7 +133,7 @@ def _waits(prefix: Prefix, other: Prefix) -> bool:
     )
 
 
-def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[PrefillChunk]:
+def prefill_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[PrefillChunk]:
     """Return chunks of the missing prefix tokens, at most `max_tokens` in all, and mark them as computed.
 
     A pass writes all keys before any token reads, so a prefix can continue in the same pass after the tokens that it

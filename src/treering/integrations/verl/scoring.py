@@ -39,7 +39,7 @@ class RowScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Plan:
+class _ScoreTables:
     """Edges to score at each temperature, and the index of each token's value.
 
     Attributes:
@@ -77,20 +77,22 @@ def score_rows_once(
     parts = TreeModel.of(model)
     check_no_hooks(parts)
     check_forest(forest, parts)
-    plan = _plan(forest, temperatures)
+    wanted_scores = _score_tables(forest, temperatures)
     with tree_attention(parts):
         hidden = hidden_states(parts, forest)
-    scores = scored_on_head(parts, lambda head, rows: _scored(rows, head, plan, parts, entropy_of), hidden)
-    at = torch.from_numpy(plan.indices).to(hidden.device)
+    scores = scored_on_head(parts, lambda head, rows: _scored(rows, head, wanted_scores, parts, entropy_of), hidden)
+    at = torch.from_numpy(wanted_scores.indices).to(hidden.device)
     logprobs, entropy = (torch.cat([x, x.new_zeros(1)])[at] for x in (scores.logprobs, scores.entropy))
     return RowScores(logprobs=logprobs, entropy=entropy)
 
 
-def _scored(hidden: Tensor, head: nn.Module, plan: _Plan, parts: TreeModel, entropy_of: EntropyOf) -> EdgeScores:
+def _scored(
+    hidden: Tensor, head: nn.Module, wanted_scores: _ScoreTables, parts: TreeModel, entropy_of: EntropyOf
+) -> EdgeScores:
     """Return the scores of all tables, concatenated, from one call of a sharded head."""
     scores = [
         score_edges(parts, hidden, head, temperature=temperature, table=table, entropy_of=entropy_of)
-        for temperature, table in zip(plan.temperatures, plan.tables, strict=True)
+        for temperature, table in zip(wanted_scores.temperatures, wanted_scores.tables, strict=True)
     ]
     return EdgeScores(
         logprobs=torch.cat([score.logprobs for score in scores]),
@@ -98,7 +100,7 @@ def _scored(hidden: Tensor, head: nn.Module, plan: _Plan, parts: TreeModel, entr
     )
 
 
-def _plan(forest: Forest, temperatures: Sequence[float]) -> _Plan:
+def _score_tables(forest: Forest, temperatures: Sequence[float]) -> _ScoreTables:
     for temperature in temperatures:
         check_temperature(temperature)
     of_row = np.asarray(temperatures, np.float64)
@@ -120,4 +122,4 @@ def _plan(forest: Forest, temperatures: Sequence[float]) -> _Plan:
     # A token's value is that of the edge to the next token.
     indices = np.append(indices[1:], num_scored)
     indices[offsets[1:] - 1] = num_scored
-    return _Plan(temperatures=tuple(distinct.tolist()), tables=tuple(tables), indices=indices)
+    return _ScoreTables(temperatures=tuple(distinct.tolist()), tables=tuple(tables), indices=indices)

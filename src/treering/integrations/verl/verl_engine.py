@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 
 class RowExchange:
-    """Exchange that sends rows to the ranks of a plan, and outputs back.
+    """Exchange that sends rows to their ranks, and outputs back.
 
-    Every rank owns the same number of rows, in order, and knows the whole plan. All ranks call each method together.
+    Every rank owns the same number of rows, in order, and knows the rank of every row. All ranks call each method
+    together.
     """
 
     def __init__(self, rank_of_row: Int64Array, group: dist.ProcessGroup, device: Any) -> None:
-        """Plan with `rank_of_row`, int64 [B] over the rows of all ranks; send bytes over `device`."""
+        """Set up with `rank_of_row`, int64 [B] over the rows of all ranks; send bytes over `device`."""
         self._group, self._device = group, device
         size, own = dist.get_world_size(group), dist.get_rank(group)
         by_owner = rank_of_row.reshape(size, -1)
@@ -77,7 +78,7 @@ class RowExchange:
         return [pickle.loads(blob.numpy().tobytes()) for blob in torch.split(received.cpu(), counts)]
 
 
-def plan_exchange(
+def make_exchange(
     own: tuple[Sequence[Int32Array], Sequence[Hashable]] | None, group: dist.ProcessGroup, device: Any
 ) -> RowExchange | None:
     """Return the exchange that makes groups whole, the same on all ranks; None if every row stays.
@@ -211,7 +212,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         if dist.get_world_size(group) == 1:
             return None
         is_wanted = self._keeps_groups and data.get("prompts", None) is not None
-        return plan_exchange((_rows(data), prompts_of(data)) if is_wanted else None, group, get_device_id())
+        return make_exchange((_rows(data), prompts_of(data)) if is_wanted else None, group, get_device_id())
 
     def _micro_batches(self, data: Any) -> list[list[int]]:
         """Return the rows of each micro-batch; every rank gets the same number of micro-batches."""

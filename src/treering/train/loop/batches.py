@@ -94,7 +94,7 @@ def task_order(num_tasks: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepTasks:
     """Assignment of tasks to training steps; steps count from 1, epochs from 0.
 
     Attributes:

@@ -85,9 +85,9 @@ class Interruption:
         if self._group.size > 1:
             return on_progress
 
-        def check_and_tell(phase: Phase, num_done: int, num_planned: int) -> None:
+        def check_and_tell(phase: Phase, num_done: int, num_total: int) -> None:
             self.check()
-            on_progress(phase, num_done, num_planned)
+            on_progress(phase, num_done, num_total)
 
         return check_and_tell
 

@@ -11,7 +11,7 @@ from treering.config.sft import SftOptions
 from treering.errors import InputError
 from treering.model.checks import check_positions, max_positions
 from treering.ranks.group import RankGroup
-from treering.train.loop.batches import StepPlan, TrainingTask, check_ranks, make_batch, step_size
+from treering.train.loop.batches import StepTasks, TrainingTask, check_ranks, make_batch, step_size
 from treering.train.loop.checkpoint import Resumable, StepReport
 from treering.train.loop.compute import num_threads, share_batch
 from treering.train.loop.reference import check_teacher, distill_objective
@@ -56,7 +56,7 @@ class SftLoop(Resumable[StepReport]):
         self.model = model
         self._group = RankGroup() if group is None else group
         num_trees = step_size(options.trees_per_step, len(tasks), self._group.size)
-        self.plan = StepPlan(num_tasks=len(tasks), trees_per_step=num_trees, seed=options.seed)
+        self.step_tasks = StepTasks(num_tasks=len(tasks), trees_per_step=num_trees, seed=options.seed)
         self._tasks = tuple(tasks)
         self._options = options
         self._num_steps_done = 0
@@ -85,7 +85,7 @@ class SftLoop(Resumable[StepReport]):
         """
         started = time.perf_counter()
         step, options = self._num_steps_done + 1, self._options
-        whole = make_batch([self._tasks[i] for i in self.plan.tasks_of(step)], options.layout)
+        whole = make_batch([self._tasks[i] for i in self.step_tasks.tasks_of(step)], options.layout)
         batch = share_batch(whole, self._group).batch
         objective = self._objective(batch.loss_masks)
         with num_threads(None, self.model):
@@ -94,7 +94,7 @@ class SftLoop(Resumable[StepReport]):
             )
         self._num_steps_done = step
         return StepReport(
-            step=step, epoch=self.plan.epoch_of(step), seconds=time.perf_counter() - started, update=update
+            step=step, epoch=self.step_tasks.epoch_of(step), seconds=time.perf_counter() - started, update=update
         )
 
     def _objective(self, loss_masks: Sequence[LossMask]) -> Objective:

@@ -51,7 +51,7 @@ def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW
     """
     if options.schedule != "constant" and options.num_steps is None:
         raise ConfigError(
-            f"a {options.schedule} schedule ends with the run, got num_steps=None; set the number of steps"
+            f"a {options.schedule} learning-rate schedule ends with the run, got num_steps=None; set num_steps"
         )
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     if not trainable:

@@ -50,7 +50,7 @@ class PassTables(NamedTuple):
     rows: int  # queries of a tile, of ROWS_OF_TILES
 
 
-def plan_tables(batch: TokenBatch, num_groups: int) -> PassTables:
+def make_tables(batch: TokenBatch, num_groups: int) -> PassTables:
     """Return the tables of a pass with `num_groups` query heads per key head, at most 64.
 
     Example: with 4 heads per key head, rows of 3 tokens and 1 token are two tiles of 16 queries. A chunk of 100 tokens
@@ -196,7 +196,7 @@ class CudaDecoder(Decoder):
     def run(self, batch: TokenBatch) -> Tensor:
         """Write the batch's keys and values and return logits [W, V], valid until the next run."""
         sizes = self._weights.sizes
-        tables = plan_tables(batch, sizes.num_heads // sizes.num_kv_heads)
+        tables = make_tables(batch, sizes.num_heads // sizes.num_kv_heads)
         is_whole = batch.wanted.size == batch.num_tokens
         with on_device(self._weights.device):
             self._sync_page_table()

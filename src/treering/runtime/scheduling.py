@@ -1,7 +1,7 @@
-"""Plan which worker runs each rollout, with a scheduling policy and a length predictor.
+"""Assign the rollouts of each step to workers, with a scheduling policy and a length predictor.
 
-Plans change speed, never a rollout. They are checkpointed nevertheless, because rounding depends on which rollouts
-share a batch.
+Assignments change speed, never a rollout. They are checkpointed nevertheless, because rounding depends on which
+rollouts share a batch.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from treering.schedule.calibration import PRIOR_SPREAD
 from treering.schedule.cluster import Cluster, Latency
 from treering.schedule.measured_latency import MeasuredTimes, merged
-from treering.schedule.policy import NUM_LEARNT, Assignment, Forecast, PlanRequest, SchedulePolicy
+from treering.schedule.policy import NUM_LEARNT, Assignment, AssignmentRequest, Forecast, SchedulePolicy
 from treering.schedule.predict import LengthPredictor, WaitPredictor
 from treering.schedule.simulator import NUM_FORECASTS, checked
 from treering.schedule.turns import Turns
@@ -35,7 +35,7 @@ NUM_TIMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RolloutPlan:
+class StepAssignment:
     """Assignment of a step's rollouts to workers; prompts in order, then samples."""
 
     step: int
@@ -44,13 +44,14 @@ class RolloutPlan:
     """float64 [R], the lengths that the policy was given."""
 
 
-class Planner:
-    """Planner of the steps in order, each once the lengths of the steps that it may use are known.
+class StepScheduler:
+    """Scheduler of the steps in order, each once the lengths of the steps that it may use are known.
 
     Policies use the cluster's latency until enough passes are measured, then the measured one. With rebalancing "none"
     they always use the cluster's, so that no clock influences the run.
 
-    Example: at staleness 1 `plan(1)`, `plan(2)`, `observe(1, ...)`, `plan(3)`, `observe(2, ...)`, `plan(4)`.
+    Example: at staleness 1 `schedule(1)`, `schedule(2)`, `observe(1, ...)`, `schedule(3)`, `observe(2, ...)`,
+    `schedule(4)`.
     """
 
     def __init__(
@@ -73,34 +74,34 @@ class Planner:
         self._prompts_of = prompts_of
         self._group_size = group_size
         self._num_steps = num_steps
-        self._plans: dict[int, RolloutPlan] = {}
+        self._assigned: dict[int, StepAssignment] = {}
         self._observed: deque[tuple[int, NDArray[np.float64], NDArray[np.int64]]] = deque(maxlen=NUM_LEARNT)
         self._timed: deque[MeasuredTimes] = deque(maxlen=NUM_TIMED)
         self._measured: Latency | None = None
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster of the next plan, with the measured latency if there is one."""
+        """The cluster of the next assignment, with the measured latency if there is one."""
         return replace(self._cluster, latency=self._measured or self._cluster.latency)
 
     @property
     def measured(self) -> Latency | None:
-        """The measured latency of the next plan; None if it uses the cluster's."""
+        """The measured latency of the next assignment; None if it uses the cluster's."""
         return self._measured
 
-    def plan(self, step: int) -> RolloutPlan:
-        """Return the plan of a step, computed at the first call.
+    def schedule(self, step: int) -> StepAssignment:
+        """Return the assignment of a step, computed at the first call.
 
         Raises:
             InputError: if the policy names workers that do not exist.
         """
-        if step not in self._plans:
+        if step not in self._assigned:
             last = max(step, min(self._num_steps, step + NUM_FORECASTS - 1))
             forecasts = tuple(self._forecast(later) for later in range(step, last + 1))
-            assignment = self._policy.assign(PlanRequest(step=step, cluster=self.cluster, forecasts=forecasts))
+            assignment = self._policy.assign(AssignmentRequest(step=step, cluster=self.cluster, forecasts=forecasts))
             checked(assignment, forecasts[0].num_rollouts, self._cluster.num_workers)
-            self._plans[step] = RolloutPlan(step=step, assignment=assignment, predicted=forecasts[0].lengths)
-        return self._plans[step]
+            self._assigned[step] = StepAssignment(step=step, assignment=assignment, predicted=forecasts[0].lengths)
+        return self._assigned[step]
 
     def note_times(self, times: MeasuredTimes) -> None:
         """Record the times since the previous step."""
@@ -110,10 +111,10 @@ class Planner:
         self._measured = merged(self._timed).latency()
 
     def observe(self, step: int, lengths: NDArray[np.int64], turns: Turns | None = None) -> None:
-        """Record the actual lengths of a planned step, int64 [R] >= 1, and the turns of its episodes."""
-        plan = self._plans.pop(step)
-        self._observed.append((step, plan.predicted, lengths))
-        self._policy.learn(step, plan.predicted, lengths)
+        """Record the actual lengths of a scheduled step, int64 [R] >= 1, and the turns of its episodes."""
+        assigned = self._assigned.pop(step)
+        self._observed.append((step, assigned.predicted, lengths))
+        self._policy.learn(step, assigned.predicted, lengths)
         groups = lengths.reshape(-1, self._group_size)
         for number, group in zip(self._prompts_of(step).tolist(), groups, strict=True):
             self._predictor.observe(self._prompt_ids[number], group)
@@ -135,10 +136,10 @@ class Planner:
         return spaced
 
     def state(self) -> dict[str, Any]:
-        """Return the plans of unfinished steps, recent lengths and times, and the states of policy and predictor."""
+        """Return assignments of unfinished steps, recent lengths and times, and the states of policy and predictor."""
         return {
             "made_for": self._made_for(),
-            "plans": [_as_state(plan) for plan in self._plans.values()],
+            "plans": [_as_state(assigned) for assigned in self._assigned.values()],
             "observed": [[step, *map(torch.from_numpy, arrays)] for step, *arrays in self._observed],
             "policy": self._policy.state(),
             "lengths": self._predictor.state(),
@@ -147,10 +148,10 @@ class Planner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state`; plans of another policy or cluster are dropped."""
-        self._plans = {}
+        """Resume from a `state`; assignments of another policy or cluster are dropped."""
+        self._assigned = {}
         if list(state["made_for"]) == self._made_for():
-            self._plans = {plan["step"]: _from_state(plan) for plan in state["plans"]}
+            self._assigned = {each["step"]: _from_state(each) for each in state["plans"]}
             self._policy.load_state(state["policy"])
         self._observed.clear()
         for step, predicted, lengths in state["observed"]:
@@ -176,11 +177,11 @@ class Planner:
         return [self._policy.name, cluster.num_workers, cluster.num_slots, cluster.staleness, cluster.rebalancing]
 
 
-def _as_state(plan: RolloutPlan) -> dict[str, Any]:
-    assignment = {field.name: getattr(plan.assignment, field.name) for field in fields(plan.assignment)}
+def _as_state(assigned: StepAssignment) -> dict[str, Any]:
+    assignment = {field.name: getattr(assigned.assignment, field.name) for field in fields(assigned.assignment)}
     return {
-        "step": plan.step,
-        "predicted": torch.from_numpy(plan.predicted.copy()),
+        "step": assigned.step,
+        "predicted": torch.from_numpy(assigned.predicted.copy()),
         "assignment": {
             name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
             for name, value in assignment.items()
@@ -188,11 +189,11 @@ def _as_state(plan: RolloutPlan) -> dict[str, Any]:
     }
 
 
-def _from_state(state: Mapping[str, Any]) -> RolloutPlan:
+def _from_state(state: Mapping[str, Any]) -> StepAssignment:
     assignment: dict[str, Any] = {
         name: value.numpy().copy() if isinstance(value, torch.Tensor) else value
         for name, value in state["assignment"].items()
     }
-    return RolloutPlan(
+    return StepAssignment(
         step=state["step"], assignment=Assignment(**assignment), predicted=state["predicted"].numpy().copy()
     )

@@ -1,4 +1,4 @@
-"""Plan how a recurrent layer computes a forest: its runs, the rows of each call, and the index tensors of all calls.
+"""Choose how a recurrent layer computes a forest: its runs, the rows of each call, and the index tensors of all calls.
 
 A state can be read only at the end of a row of a call. So a forest is cut into *runs*, which end at forks and where
 partitions below need the state. *Forking* keeps the state after a fork: the children start from it, one level of calls
@@ -112,10 +112,10 @@ def price_on(device: torch.device) -> Price:
 
 
 THRESHOLDS = (*(float(4**power) for power in range(13)), float("inf"))
-"""Thresholds in tokens above which a fork keeps its state, one per candidate schedule: from every fork to none."""
+"""Thresholds in tokens above which a fork keeps its state, one per candidate batching: from every fork to none."""
 
 MOST_PADDING = (1.0, 0.25, 0.0)
-"""Largest padding as a share of a call's real tokens; the first whose schedule fits the token bound is used."""
+"""Largest padding as a share of a call's real tokens; the first whose batching fits the token bound is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ Level = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSchedule:
+class RowBatching:
     """Rows and the calls that compute them; a level starts from states of the level before."""
 
     rows: list[RecurrenceRow]
@@ -157,10 +157,10 @@ class RowSchedule:
         return sum(len(call) * self.rows[call[0]].num_tokens for level in self.levels for call in level)
 
 
-def choose_schedule(runs: RecurrenceRuns, price: Price) -> RowSchedule:
-    """Return the cheapest of a family of schedules, from "keep every fork" to "rescan everything".
+def choose_batching(runs: RecurrenceRuns, price: Price) -> RowBatching:
+    """Return the cheapest of a family of batchings, from "keep every fork" to "rescan everything".
 
-    The cost is tokens plus the price of calls and rows; schedules that compute more than `MAX_GROWTH` times the
+    The cost is tokens plus the price of calls and rows; batchings that compute more than `MAX_GROWTH` times the
     forest's tokens are dropped.
 
     Example: for 2 branches that share 1,000 of 1,010 tokens, forking takes 2 calls, 3 rows and 1,020 tokens, rescanning
@@ -169,19 +169,19 @@ def choose_schedule(runs: RecurrenceRuns, price: Price) -> RowSchedule:
     """
     most = MAX_GROWTH * int(runs.first[-1])
 
-    def cost(schedule: RowSchedule) -> int:
-        return schedule.num_computed + price.call * schedule.num_calls + price.row * len(schedule.rows)
+    def cost(batching: RowBatching) -> int:
+        return batching.num_computed + price.call * batching.num_calls + price.row * len(batching.rows)
 
     return min((_padded(make_rows(runs, kept), price.call, most) for kept in _candidates(runs, most)), key=cost)
 
 
-def _padded(rows: list[RecurrenceRow], call_tokens: int, most: float) -> RowSchedule:
-    """Return the schedule of some rows with the most padding that stays within `most` tokens."""
-    schedules = (make_schedule(rows, call_tokens, padding) for padding in MOST_PADDING)
-    return next(schedule for schedule in schedules if schedule.num_computed <= most)
+def _padded(rows: list[RecurrenceRow], call_tokens: int, most: float) -> RowBatching:
+    """Return the batching of some rows with the most padding that stays within `most` tokens."""
+    batchings = (make_batching(rows, call_tokens, padding) for padding in MOST_PADDING)
+    return next(batching for batching in batchings if batching.num_computed <= most)
 
 
-def make_schedule(rows: list[RecurrenceRow], call_tokens: int, most_padding: float) -> RowSchedule:
+def make_batching(rows: list[RecurrenceRow], call_tokens: int, most_padding: float) -> RowBatching:
     """Group rows into the calls that compute them.
 
     Args:
@@ -195,7 +195,7 @@ def make_schedule(rows: list[RecurrenceRow], call_tokens: int, most_padding: flo
     by_level: list[list[int]] = [[] for _ in range(max(level_of) + 1)]
     for number, level in enumerate(level_of):
         by_level[level].append(number)
-    return RowSchedule(rows=rows, levels=[_calls(rows, numbers, call_tokens, most_padding) for numbers in by_level])
+    return RowBatching(rows=rows, levels=[_calls(rows, numbers, call_tokens, most_padding) for numbers in by_level])
 
 
 def make_rows(runs: RecurrenceRuns, kept: NDArray[np.bool_]) -> list[RecurrenceRow]:
@@ -285,7 +285,7 @@ def _calls(rows: list[RecurrenceRow], numbers: list[int], call_tokens: int, most
 MIN_LENGTH = 2
 """Least padded length of rows: layers treat a call of one token as generation, and update states without gradients."""
 
-_PLAN = "recurrence"
+_CALLS = "recurrence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -309,7 +309,7 @@ class RowCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecurrencePlan:
+class RecurrenceCalls:
     """All calls of one recurrent layer on one forest.
 
     Attributes:
@@ -323,20 +323,19 @@ class RecurrencePlan:
     left: Tensor
 
 
-def plan_of(layout: TreeLayout) -> RecurrencePlan:
-    """Return the plan of a layout, built on first use.
+def calls_of(layout: TreeLayout) -> RecurrenceCalls:
+    """Return the calls of a layout, built on first use.
 
     Example: for the branches 5, 6, 7 and 5, 6, 8 on a CPU, one call computes the rows 5, 6, 7 and 5, 6, 8: two tokens
-        are
-    rescanned, which is cheaper than a second call.
+    are rescanned, which is cheaper than a second call.
     """
-    return layout.once(_PLAN, lambda: make_plan(layout, price_on(layout.device)))
+    return layout.once(_CALLS, lambda: make_calls(layout, price_on(layout.device)))
 
 
-def make_plan(layout: TreeLayout, price: Price) -> RecurrencePlan:
-    """Return the cheapest plan at a price; if calls and rows are free, every fork keeps its state."""
+def make_calls(layout: TreeLayout, price: Price) -> RecurrenceCalls:
+    """Return the cheapest calls at a price; if calls and rows are free, every fork keeps its state."""
     runs = runs_of(layout)
-    return plan_schedule(layout, runs, choose_schedule(runs, price))
+    return index_calls(layout, runs, choose_batching(runs, price))
 
 
 def runs_of(layout: TreeLayout) -> RecurrenceRuns:
@@ -347,16 +346,16 @@ def runs_of(layout: TreeLayout) -> RecurrenceRuns:
     return find_runs(forest.parent, start, nothing if boundary is None else boundary.left)
 
 
-def plan_schedule(layout: TreeLayout, runs: RecurrenceRuns, schedule: RowSchedule) -> RecurrencePlan:
-    """Return the index tensors of a schedule."""
+def index_calls(layout: TreeLayout, runs: RecurrenceRuns, batching: RowBatching) -> RecurrenceCalls:
+    """Return the index tensors of a batching."""
     source = np.full(layout.forest.num_tokens, -1)
-    index_in_level, index = _kept_indices(schedule)
+    index_in_level, index = _kept_indices(batching)
     levels: list[tuple[RowCall, ...]] = []
     num_computed = 0
-    for level in schedule.levels:
+    for level in batching.levels:
         calls = []
         for numbers in level:
-            rows = [schedule.rows[number] for number in numbers]
+            rows = [batching.rows[number] for number in numbers]
             tokens, length = _as_array([_tokens(row, runs) for row in rows])
             _put_sources(source, tokens, num_computed)
             num_computed += tokens.size
@@ -366,22 +365,22 @@ def plan_schedule(layout: TreeLayout, runs: RecurrenceRuns, schedule: RowSchedul
         levels.append(tuple(calls))
     assert (source >= 0).all(), "a token that no row computes"
     left = np.array([index[run] for run in np.flatnonzero(runs.is_left).tolist()], np.int64)
-    return RecurrencePlan(
+    return RecurrenceCalls(
         levels=tuple(levels),
         source=to_device(source, layout.device),
         left=to_device(left, layout.device),
     )
 
 
-def _kept_indices(schedule: RowSchedule) -> tuple[dict[int, int], dict[int, int]]:
+def _kept_indices(batching: RowBatching) -> tuple[dict[int, int], dict[int, int]]:
     """Return indices of each row's kept state within its level, and of the state after each run among all kept."""
     in_level: dict[int, int] = {}
     overall: dict[int, int] = {}
-    for level in schedule.levels:
-        kept = [number for call in level for number in call if schedule.rows[number].keeps]
+    for level in batching.levels:
+        kept = [number for call in level for number in call if batching.rows[number].keeps]
         in_level.update(zip(kept, range(len(kept)), strict=True))
         for number in kept:
-            overall[schedule.rows[number].runs[-1]] = len(overall)
+            overall[batching.rows[number].runs[-1]] = len(overall)
     return in_level, overall
 
 

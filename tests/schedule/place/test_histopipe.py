@@ -4,11 +4,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.schedule.clusters import cluster, plan_request, trace
+from tests.schedule.clusters import assignment_request, cluster, trace
 from treering.cli.simulation import compare
 from treering.schedule.histopipe import HistoPipe, make_policy
-from treering.schedule.placement import PlacementPlan
-from treering.schedule.policy import PlanRequest
+from treering.schedule.placement import Placement
+from treering.schedule.policy import AssignmentRequest
 from treering.schedule.simulator import simulate, with_training
 from treering.schedule.traces import synthetic_trace
 
@@ -79,42 +79,42 @@ def test_the_same_run_gives_the_same_choices():
     assert one.ended_s.tolist() == other.ended_s.tolist()
 
 
-def test_it_plans_when_a_step_first_comes_out_and_less_often_while_the_plan_stays(monkeypatch):
+def test_it_searches_when_a_step_first_comes_out_and_less_often_while_the_placement_stays(monkeypatch):
     run, where = case(64, 8, 0, num_workers=4, num_steps=25)
-    same, other = PlacementPlan(name="same"), PlacementPlan(name="other", num_turns=2)
+    same, other = Placement(name="same"), Placement(name="other", num_turns=2)
     found = iter([other, same, same, same, other, other])
-    planned = []
+    searched = []
 
     def search(problem, present=None):
-        planned.append(len(policy.choices) + 1)
+        searched.append(len(policy.choices) + 1)
         return next(found)
 
     monkeypatch.setattr("treering.schedule.histopipe.search", search)
-    policy = HistoPipe(replan_every=3)
+    policy = HistoPipe(search_every=3)
     simulate(policy, run, workers=where)
-    # Step 3 is the first to know the outcome of step 1. The searches of steps 6 and 12 keep the plan, so the next ones
-    # come 6 and 12 steps later. Step 24 finds another plan.
-    assert planned == [1, 3, 6, 12, 24]
+    # Step 3 is the first to know the outcome of step 1. The searches of steps 6 and 12 keep the placement, so the next
+    # ones come 6 and 12 steps later. Step 24 finds another placement.
+    assert searched == [1, 3, 6, 12, 24]
     assert policy.choices == ("other",) * 2 + ("same",) * 21 + ("other",) * 2
 
 
-def test_another_plan_is_known_for_its_own_times_only(monkeypatch):
+def test_another_placement_is_known_for_its_own_times_only(monkeypatch):
     run, where = case(64, 8, 0, num_workers=4, num_steps=3)
     found, asked = iter(["one", "other", "other", "one", "one"]), []
 
     def search(problem, present=None):
         asked.append(problem.cluster.latency.training_s)
-        return PlacementPlan(name=next(found))
+        return Placement(name=next(found))
 
     monkeypatch.setattr("treering.schedule.histopipe.search", search)
-    policy, seconds = HistoPipe(replan_every=100), where.latency.training_s
+    policy, seconds = HistoPipe(search_every=100), where.latency.training_s
     for step, factor in enumerate((1.0, 2.0, 1.5, 1.7, 1.0, 1.2, 1.5), 1):
         latency = replace(where.latency, training_s=factor * seconds)
         policy.assign(
-            PlanRequest(step=step, cluster=replace(where, latency=latency), forecasts=(run.steps[0].forecast,))
+            AssignmentRequest(step=step, cluster=replace(where, latency=latency), forecasts=(run.steps[0].forecast,))
         )
-    # 1.7 lies between two times with the same plan, so it needs no search. When another plan is found, the known times
-    # are forgotten, so 1.0 and 1.5 are searched again.
+    # 1.7 lies between two times with the same placement, so it needs no search. When another placement is found, the
+    # known times are forgotten, so 1.0 and 1.5 are searched again.
     assert asked == [factor * seconds for factor in (1.0, 2.0, 1.5, 1.0, 1.5)]
 
 
@@ -122,7 +122,7 @@ def test_it_learns_that_predictions_are_reversed():
     policy, where = HistoPipe(), cluster(4, 8, max_tokens=500)
     real = np.tile([20, 40, 80, 160], 500)
     policy.learn(1, 3200.0 / real, real)
-    assignment = policy.assign(plan_request(where, [160.0, 20.0, 80.0], step=3))
+    assignment = policy.assign(assignment_request(where, [160.0, 20.0, 80.0], step=3))
     assert assignment.order.tolist() == [1, 2, 0]
     assert assignment.predicted_lengths == pytest.approx([20, 160, 40], rel=0.05)
 
@@ -137,20 +137,20 @@ def test_odd_clusters_are_placed_whole(num_workers, num_slots, staleness):
 
 
 def test_another_object_resumes_from_a_state_and_the_latest_steps():
-    """Law 8: a policy that loads a state and learns the latest steps again plans like one that never stopped."""
+    """Law 8: a policy that loads a state and learns the latest steps again decides like one that never stopped."""
     run, where = case(64, 8, 3, num_workers=4, num_steps=9)
-    whole, left = HistoPipe(replan_every=3), HistoPipe(replan_every=3)
+    whole, left = HistoPipe(search_every=3), HistoPipe(search_every=3)
 
     def assigned(policy, step, known=True):
         if known and step > 2:
             past = run.steps[step - 3]
             policy.learn(step - 2, past.forecast.lengths, past.lengths)
         ahead = tuple(each.forecast for each in run.steps[step - 1 : step + 3])
-        return policy.assign(PlanRequest(step=step, cluster=where, forecasts=ahead)).workers.tolist()
+        return policy.assign(AssignmentRequest(step=step, cluster=where, forecasts=ahead)).workers.tolist()
 
     expected = [assigned(whole, step) for step in range(1, 10)]
     found = [assigned(left, step) for step in range(1, 6)]
-    resumed = HistoPipe(replan_every=3)
+    resumed = HistoPipe(search_every=3)
     resumed.load_state(json.loads(json.dumps(left.state())))
     for step in range(1, 4):
         resumed.learn(step, run.steps[step - 1].forecast.lengths, run.steps[step - 1].lengths)

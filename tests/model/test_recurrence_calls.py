@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from tests.forests import bushy, comb, sequence_sets, star
 from treering.attention import TreeLayout
 from treering.attention.gateway import Boundary, StateGateway
-from treering.model.recurrence_plan import (
+from treering.model.recurrence_calls import (
     MAX_GROWTH,
     PRICES,
     Price,
-    RecurrencePlan,
-    choose_schedule,
+    RecurrenceCalls,
+    choose_batching,
     find_runs,
-    make_plan,
+    make_calls,
     runs_of,
 )
 from treering.tree.forest import Forest
@@ -41,12 +41,12 @@ def layout_of(sequences: list[list[int]], left: list[int] | None = None) -> Tree
     return TreeLayout(forest, CPU, boundary=boundary)
 
 
-def paths_of(plan: RecurrencePlan, num_tokens: int) -> tuple[list[tuple[int, ...] | None], list[tuple[int, ...]]]:
+def paths_of(calls: RecurrenceCalls, num_tokens: int) -> tuple[list[tuple[int, ...] | None], list[tuple[int, ...]]]:
     """Return the token path of each output and each kept state, by walking the calls."""
     seen: list[tuple[int, ...]] = []
     kept: list[tuple[int, ...]] = []
     above: list[tuple[int, ...]] = []
-    for level in plan.levels:
+    for level in calls.levels:
         ends = []
         for call in level:
             rows = zip(call.tokens.tolist(), call.start.tolist(), call.length.tolist(), strict=True)
@@ -62,16 +62,16 @@ def paths_of(plan: RecurrencePlan, num_tokens: int) -> tuple[list[tuple[int, ...
                     assert is_padding == [index >= length for index in range(len(tokens))]
         above = ends
         kept += ends
-    return [seen[index] for index in plan.source.tolist()], [kept[index] for index in plan.left.tolist()]
+    return [seen[index] for index in calls.source.tolist()], [kept[index] for index in calls.left.tolist()]
 
 
-def num_calls(plan: RecurrencePlan) -> int:
-    return sum(len(level) for level in plan.levels)
+def num_calls(calls: RecurrenceCalls) -> int:
+    return sum(len(level) for level in calls.levels)
 
 
-def num_computed(plan: RecurrencePlan) -> int:
+def num_computed(calls: RecurrenceCalls) -> int:
     """Count computed tokens, including rescanned ones and padding."""
-    return sum(call.tokens.numel() for level in plan.levels for call in level)
+    return sum(call.tokens.numel() for level in calls.levels for call in level)
 
 
 def path_to(forest: Forest, token: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ def test_every_output_and_every_state_has_seen_its_own_path(
     num_tokens = Forest.from_sequences(sequences).num_tokens
     left = data.draw(st.lists(st.integers(0, num_tokens - 1), max_size=4))
     layout = layout_of(sequences, left)
-    outputs, states = paths_of(make_plan(layout, price), num_tokens)
+    outputs, states = paths_of(make_calls(layout, price), num_tokens)
     assert outputs == [path_to(layout.forest, token) for token in range(num_tokens)]
     assert states == [path_to(layout.forest, token) for token in sorted(set(left))]
 
@@ -97,12 +97,12 @@ def test_every_output_and_every_state_has_seen_its_own_path(
 def test_calls_have_two_tokens_at_least_and_little_is_computed_twice(sequences: list[list[int]], price: Price) -> None:
     layout = layout_of(sequences)
     runs = runs_of(layout)
-    schedule = choose_schedule(runs, price)
-    assert all(call.tokens.shape[1] >= 2 for level in make_plan(layout, price).levels for call in level)
+    batching = choose_batching(runs, price)
+    assert all(call.tokens.shape[1] >= 2 for level in make_calls(layout, price).levels for call in level)
     # Keeping every fork's state, padded to one length per call, computes each token about once.
-    least = choose_schedule(runs, Price(call=0, row=0)).num_computed
+    least = choose_batching(runs, Price(call=0, row=0)).num_computed
     assert layout.forest.num_tokens <= least
-    assert schedule.num_computed <= max(least, MAX_GROWTH * layout.forest.num_tokens)
+    assert batching.num_computed <= max(least, MAX_GROWTH * layout.forest.num_tokens)
 
 
 def test_runs_end_at_forks_and_where_a_state_is_needed() -> None:
@@ -117,20 +117,20 @@ def test_runs_end_at_forks_and_where_a_state_is_needed() -> None:
 
 def test_a_long_prompt_is_forked_and_a_short_one_rescanned() -> None:
     price = Price(call=500, row=0)
-    forked = make_plan(layout_of(star(2, prompt=1000, response=20)), price)
+    forked = make_calls(layout_of(star(2, prompt=1000, response=20)), price)
     assert (num_calls(forked), num_computed(forked)) == (2, 1040)
-    rescanned = make_plan(layout_of(star(2, prompt=100, response=20)), price)
+    rescanned = make_calls(layout_of(star(2, prompt=100, response=20)), price)
     assert (num_calls(rescanned), num_computed(rescanned)) == (1, 240)
 
 
 def test_rescanning_stays_within_its_bound_of_tokens() -> None:
     layout = layout_of(star(50, prompt=100, response=10))
-    plan = make_plan(layout, Price(call=10**6, row=0))
-    assert num_computed(plan) == layout.forest.num_tokens
+    calls = make_calls(layout, Price(call=10**6, row=0))
+    assert num_computed(calls) == layout.forest.num_tokens
 
 
 @pytest.mark.parametrize("sequences", [bushy(400), [[i % 5 for i in range(20_000)]], star(2000), comb(2000)[::10]])
 def test_plans_of_large_forests_take_moderate_memory(sequences: list[list[int]]) -> None:
     layout = layout_of(sequences)
-    plan = make_plan(layout, PRICES["cpu"])
-    assert num_computed(plan) <= MAX_GROWTH * layout.forest.num_tokens
+    calls = make_calls(layout, PRICES["cpu"])
+    assert num_computed(calls) <= MAX_GROWTH * layout.forest.num_tokens
