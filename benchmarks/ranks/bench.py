@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from treering.tree.plan import share_among_ranks
 
 from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import check_runs, chosen, environment
@@ -24,6 +23,7 @@ from benchmarks.tree.sets import NO_DATA, TaskSource, find_source
 from treering.errors import StateError
 from treering.train.loop.batches import StepTasks
 from treering.tree.forest import Forest
+from treering.tree.plan import share_among_ranks
 
 NOTE = "several minutes; needs the real-data folder (TREERING_DATA)"
 TABLES = {"sets": ("name", "flat_tokens", "flat_tokens_per_s", "seconds", "busiest_over_mean")}

@@ -124,7 +124,7 @@ def said(monkeypatch: pytest.MonkeyPatch, every_s: float, *, is_terminal: bool =
     monkeypatch.setattr(display, "PART_EVERY_S", every_s)
     console = LogConsole(file=io.StringIO(), force_terminal=is_terminal, color_system=None)
     assert isinstance(console.file, io.StringIO)
-    with console.telling("loading"):
+    with console.printing_work("loading"):
         deadline_s = time.monotonic() + (60.0 if every_s < 1 and not is_terminal else 0.1)
         for doing in ("loading", "training"):
             note_doing(console, doing)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.traces import Record, answer, linked, message, run
-from treering.data import Trace, Trajectory
+from treering.data import AgentTrace, Trajectory
 from treering.data.formats.adapters.verifiers import decode_trace
 from treering.errors import InputError
 from treering.tree.forest import Forest
@@ -91,7 +91,7 @@ def test_a_message_without_tokens_whose_tokens_stand_in_the_next_node_is_read() 
 def test_a_trained_path_without_the_tokens_of_a_message_is_refused_with_what_to_do(
     nodes: list[Record], named: int
 ) -> None:
-    with pytest.raises(InputError, match=rf"^nodes\[{named}\] has no token_ids.*never rendered anew.*client.type"):
+    with pytest.raises(InputError, match=rf"^nodes\[{named}\] has no token_ids.*never rendered again.*client.type"):
         decode_trace(run(*nodes))
 
 
@@ -114,7 +114,7 @@ def test_advantages_of_nodes_pass_through_and_nodes_without_any_count_as_zero() 
     assert found.advantages.tolist() == [0, 0, 0.5, -2.0, 0, 0]
 
 
-def forked() -> Trace:
+def forked() -> AgentTrace:
     return decode_trace(
         run(message(None, [1]), answer(0, [2], [3, 4]), answer(1, [5], [6]), answer(1, [5], [7]), reward=1)
     )

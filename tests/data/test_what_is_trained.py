@@ -150,7 +150,7 @@ def test_a_mask_of_no_certain_meaning_is_refused(tmp_path, fields, rule):
         (answer(content=[{"type": "video_url", "video_url": "a"}]), "of type 'video_url'"),
         (answer(content=[{"type": "image_url", "image_url": "a"}, {"type": "text", "text": "a"}]), "has an image"),
         (answer(content=[{"type": "text", "text": "a"}, {"type": "reasoning", "text": "b"}]), "reasoning after text"),
-        ({"role": "user", "content": None}, "content may be null only beside a tool call"),
+        ({"role": "user", "content": None}, "content may be null only with a tool call"),
         ({"role": "user", "content": "a", "train": True}, "trains a message that no policy wrote"),
         ({"role": "user", "content": "a", "reasoning": "b"}, "only an assistant thinks"),
     ],
@@ -253,7 +253,7 @@ def test_a_run_that_ended_has_not_failed(tmp_path, fields):
 
 @pytest.mark.parametrize("key", ["system_prompt", "available_tools"])
 def test_context_outside_the_messages_is_refused_unless_a_message_repeats_it(tmp_path, key):
-    with pytest.raises(InputError, match=rf"{key} stands beside the messages and is not read"):
+    with pytest.raises(InputError, match=rf"{key} stands next to the messages and is not read"):
         read(tmp_path, answer(), **{key: ["x"] if "tool" in key else "Be brief."})
     assert len(read(tmp_path, answer(), **{key: None})) == 1
     assert len(read(tmp_path, {"role": "system", "content": "Be brief."}, answer(), **{key: "Be brief."})) == 1

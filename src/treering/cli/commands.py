@@ -173,7 +173,7 @@ def demo(
         require("treering demo --real", "gguf")
     from treering.cli.display import LogConsole
 
-    with LogConsole().telling("importing torch and transformers"):
+    with LogConsole().printing_work("importing torch and transformers"):
         from treering.cli.demo import run
     run(out=out, seed=seed, json_output=json_output, real=real)
 

@@ -116,8 +116,8 @@ def load_corpus(
             f"training needs a trained token, but {plural(len(corpus.tasks), 'task has', 'tasks have')} none{why}"
         )
     left_out = len(corpus.tasks) - len(trained)
-    said = plural(left_out, "task without a trained token is dropped", "tasks without a trained token are dropped")
-    notes = (said,) if left_out else ()
+    note = plural(left_out, "task without a trained token is dropped", "tasks without a trained token are dropped")
+    notes = (note,) if left_out else ()
     return replace(corpus, tasks=trained, notes=corpus.notes + notes)
 
 

@@ -190,7 +190,7 @@ def run(out: Path | None, seed: int, json_output: bool, *, real: bool = False) -
     out = _free_folder() if out is None else out
     console = LogConsole()
     advice = f"the demo starts over in another folder; treering train {out}/treering.toml continues one run"
-    with advising(advice), locked(out), warnings_as_lines(console), console.telling("preparing"):
+    with advising(advice), locked(out), warnings_as_lines(console), console.printing_work("preparing"):
         _check_empty(out)
         report = (
             measure_real(out, REAL, seed=seed, console=console)

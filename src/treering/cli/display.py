@@ -59,8 +59,8 @@ class PlainConsole(Console):
 class LogConsole(PlainConsole):
     """Console that, off a terminal, names the current work once nothing has been printed for a while.
 
-    Example: `with console.telling("loading the model"): build_model()` prints "loading the model, 30 s" after half a
-    minute, and "loading the model, 1 min 0 s" after another.
+    Example: `with console.printing_work("loading the model"): build_model()` prints "loading the model, 30 s" after
+    half a minute, and "loading the model, 1 min 0 s" after another.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -79,14 +79,14 @@ class LogConsole(PlainConsole):
         self._doing, self._since_s = doing, time.monotonic()
 
     @contextmanager
-    def telling(self, doing: str) -> Iterator[None]:
+    def printing_work(self, doing: str) -> Iterator[None]:
         """Print the current work, at first `doing`, after every `PART_EVERY_S` without a line in the block."""
         self.note(doing)
         if self.is_terminal:
             yield
             return
         has_ended = threading.Event()
-        thread = threading.Thread(target=self._tell, args=(has_ended,), name="treering-log", daemon=True)
+        thread = threading.Thread(target=self._print_work, args=(has_ended,), name="treering-log", daemon=True)
         thread.start()
         try:
             yield
@@ -94,7 +94,7 @@ class LogConsole(PlainConsole):
             has_ended.set()
             thread.join()
 
-    def _tell(self, has_ended: threading.Event) -> None:
+    def _print_work(self, has_ended: threading.Event) -> None:
         while not has_ended.wait(_LOOK_EVERY_S):
             now = time.monotonic()
             if now >= self._printed_s + PART_EVERY_S:

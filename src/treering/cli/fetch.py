@@ -79,7 +79,7 @@ def fetch(
     require("treering fetch")
     require("treering fetch", "gguf")
     console = LogConsole()
-    with console.telling("importing torch and transformers"):
+    with console.printing_work("importing torch and transformers"):
         folder = fetched(name, console)
     model = MODELS[name]
     if json_output:

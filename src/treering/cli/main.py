@@ -39,14 +39,16 @@ def main() -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except Interrupted as error:
-        _say(describe(error))
+        _print_error(describe(error))
         leave_at_once(exit_code(error.signal_number))
     except BrokenPipeError:
         # The reader has left, as `head` does.
         leave_at_once(1)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL:
-            _say(f"the result cannot be written ({error.strerror}); free space where stdout goes, and run it again")
+            _print_error(
+                f"the result cannot be written ({error.strerror}); free space where stdout goes, and run it again"
+            )
             leave_at_once(EXIT_BAD_INPUT)
         if num_started() == 1:
             raise
@@ -74,10 +76,10 @@ def _run() -> int | None:
 
 
 def _refused(message: str) -> int:
-    _say(message)
+    _print_error(message)
     return EXIT_BAD_INPUT
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     if speaks_of_end():
         print(f"treering: {' '.join(message.split())}", file=sys.stderr, flush=True)

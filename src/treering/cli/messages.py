@@ -15,7 +15,7 @@ from treering.errors import DataWarning
 @contextmanager
 def notes_on_stderr() -> Iterator[None]:
     """Print each `DataWarning` of the block as one line on stderr, equal ones once; keep stdout clean."""
-    said: set[str] = set()
+    printed: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", DataWarning)
         shown = warnings.showwarning
@@ -25,8 +25,8 @@ def notes_on_stderr() -> Iterator[None]:
                 shown(message, category, *location, **more)
                 return
             text = " ".join(str(message).split())
-            if text not in said:
-                said.add(text)
+            if text not in printed:
+                printed.add(text)
                 print(f"treering: note: {text}", file=sys.stderr)
 
         warnings.showwarning = show

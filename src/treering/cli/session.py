@@ -413,9 +413,9 @@ class TrainingRun(Generic[ReportT]):
         with printed_warnings(self.console):
             self.opened = open_run(self.config.run.dir, self.loop, self.checkpoints)
         if self.checkpoints.group.rank == 0 and self.opened.step < self.num_steps:
-            self.say(self.checkpoints.check_space(self.loop.model))
+            self.print_lines(self.checkpoints.check_space(self.loop.model))
 
-    def say(self, *lines: str | None) -> None:
+    def print_lines(self, *lines: str | None) -> None:
         """Print the lines that are not None."""
         for line in lines:
             if line is not None:
@@ -434,7 +434,7 @@ class TrainingRun(Generic[ReportT]):
         write_settings(self.config, self.config.run, self.num_steps)
         log_start(folder, opened, model, num_ranks)
         device, dtype = next(model.parameters()).device, self.config.model.dtype
-        self.say(
+        self.print_lines(
             length.short_note() if opened.is_new else None,
             f"{what.format(f'{parameters_in_words(model)} on {device} in {dtype}')} into {folder}",
             attention_in_words(model, dtype),
@@ -492,7 +492,7 @@ class TrainingRun(Generic[ReportT]):
             if self.evaluation is not None:
                 self.evaluation.on_measured = display.show_evaluation
             for report in self.steps:
-                self.say(*notes_of(report))
+                self.print_lines(*notes_of(report))
                 display.show({"step": report.step, **report.values()})
                 reports.append(report)
         return reports

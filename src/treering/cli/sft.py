@@ -282,7 +282,7 @@ def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGro
     )
     run.open()
     if group.rank == 0:
-        run.say(doubt)
+        run.print_lines(doubt)
         _announce(run, model, length)
     measure = None
     if held is not None:
@@ -305,7 +305,9 @@ def _announce(run: SftRun, model: PreTrainedModel, length: RunLength) -> None:
     """Print what is trained, and keep samples of a new run's data."""
     config, tasks = run.config, run.corpus.tasks
     lengths = [sequence.size for task in tasks for sequence in task.sequences]
-    run.say(*run.corpus.notes, budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths)))
+    run.print_lines(
+        *run.corpus.notes, budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths))
+    )
     what = f"{plural(len(tasks), 'task')}, {sum(lengths):,} flat tokens; {{}}; {length.in_words}"
     run.announce(length, model, what, run.checkpoints.group.size)
     if run.opened.is_new:

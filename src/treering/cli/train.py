@@ -320,7 +320,7 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
         )
         run.open()
         if group.rank == 0:
-            run.say(doubt)
+            run.print_lines(doubt)
             _announce(run, model, length)
         if run.opened.step == 0:
             warm_up(config, model, group, console)
@@ -371,7 +371,7 @@ class StepNotes:
 def _announce(run: RlRun, model: PreTrainedModel, length: RunLength) -> None:
     config, source = run.config, run.source
     longest = source.longest_prompt + config.sampling.max_tokens
-    run.say(*source.notes, budget_note("rl.max_batch_tokens", config.rl.max_batch_tokens, longest))
+    run.print_lines(*source.notes, budget_note("rl.max_batch_tokens", config.rl.max_batch_tokens, longest))
     steps = f"{plural(length.total, 'step')} of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts"
     what = f"{plural(len(source.task.prompts), 'prompt')} ({source.kind}); {{}}; {steps}"
     run.announce(length, model, what, max(run.checkpoints.group.size, config.runtime.trainer_ranks))

@@ -206,7 +206,7 @@ class TrainSummary:
     evaluations: Sequence[Row] = ()
     """Measurements of this call on held-out data: "step", and the names of `treering.metrics`."""
     account: Mapping[str, int] | None = None
-    """Fate of every rollout of the run, as `treering.runtime.account` counts it; None without workers."""
+    """Outcome of every rollout of the run, as `treering.runtime.account` counts it; None without workers."""
     latency: Mapping[str, float] | None = None
     """Measured times that schedules use, as from `times_of`; None if it has measured none."""
 
@@ -306,7 +306,7 @@ def as_table(summary: TrainSummary) -> Table:
 
 
 def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
-    """Return the rows on the fate of scheduled rollouts and on processes that died."""
+    """Return the rows on the outcome of scheduled rollouts and on processes that died."""
     if account is None:
         return {}
     left_out = {"with equal rewards": "without_variance", "without reward": "reward_errors", "empty": "empty"}

@@ -61,7 +61,7 @@ def _run(run: RunConfig, json_output: bool, train: Callable[[Console], tuple[Any
     """Train, and print the summary as JSON or as a table."""
     with advising(lambda: _how_to_go_on(run)), only_results_on_stdout() as results:
         console = LogConsole(quiet=not is_first())
-        with console.telling("importing torch and transformers"), warnings_as_lines(console):
+        with console.printing_work("importing torch and transformers"), warnings_as_lines(console):
             summary, table = train(console)
         if json_output and is_first():
             print(json.dumps(asdict(summary), indent=2), file=results, flush=True)

@@ -87,7 +87,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         try:
             super().save_overload(sig, data)
         except OSError as error:
-            _say_unkept(f"{self.cache_path}: {error.strerror or error}")
+            _warn_uncached(f"{self.cache_path}: {error.strerror or error}")
 
 
 class _Dispatcher(CPUDispatcher):  # type: ignore[misc]
@@ -95,7 +95,7 @@ class _Dispatcher(CPUDispatcher):  # type: ignore[misc]
         try:
             self._cache = _Cache(self.py_func)
         except RuntimeError:
-            _say_unkept("no folder can be written")
+            _warn_uncached("no folder can be written")
 
     def compile(self, sig: Any) -> Any:
         # A caller that is being compiled holds the lock.
@@ -122,7 +122,7 @@ def _lock(file: Path) -> FileLock | None:
     return None
 
 
-def _say_unkept(reason: str) -> None:
+def _warn_uncached(reason: str) -> None:
     warnings.warn(
         f"compiled functions cannot be cached ({reason}), so each process compiles for itself, for up to a minute; set "
         "NUMBA_CACHE_DIR to a folder that can be written",

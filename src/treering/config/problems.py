@@ -178,7 +178,7 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
         return f"unknown key {dotted!r}; upload a checkpoint with `hf upload`, see docs/report.md"
     known_as = _NAMES_ELSEWHERE.get(dotted, _NAMES_ELSEWHERE.get(str(loc[-1]), ()))
     if ours := next((key for key in known_as if key in keys), None):
-        return f"unknown key {dotted!r}; did you mean {_told(ours, config_type)}?"
+        return f"unknown key {dotted!r}; did you mean {_described(ours, config_type)}?"
     section = [str(part) for part in loc[:-1]]
     moved = [f"{name}.{loc[-1]}" for name in (_TWINS.get(".".join(section)), "optim")]
     if section and (known := [key for key in moved if key in keys]):
@@ -191,7 +191,7 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
     if section and elsewhere and near_here:
         # Several settings have nearly this name: describe each one, those of later sections first as above.
         candidates = [here[near_here[0]], *reversed(elsewhere)]
-        return f"unknown key {dotted!r}; did you mean {_listed([_told(key, config_type) for key in candidates])}?"
+        return f"unknown key {dotted!r}; did you mean {_listed([_described(key, config_type) for key in candidates])}?"
     if near := _nearest(str(loc[-1]), here, by_name):
         return f"unknown key {dotted!r}; did you mean {by_name[near]!r}?"
     valid = (
@@ -210,7 +210,7 @@ def _nearest(name: str, here: Mapping[str, str], everywhere: Mapping[str, str]) 
     return next(iter(difflib.get_close_matches(name, here, n=1, cutoff=_SIMILARITY)), None)
 
 
-def _told(dotted: str, config_type: type[BaseModel]) -> str:
+def _described(dotted: str, config_type: type[BaseModel]) -> str:
     """Return a key with the beginning of its description.
 
     Example: "'sampling.max_tokens' (Most tokens of a rollout, including those of an environment)".

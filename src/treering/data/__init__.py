@@ -1,6 +1,6 @@
 """Trajectories: records, files, rendering to tokens and masks, and generated stand-ins. No torch."""
 
-from treering.data.agent_trace import Trace
+from treering.data.agent_trace import AgentTrace
 from treering.data.formats.adapters.verifiers import read_traces, write_traces
 from treering.data.formats.reader import FormatName, read_trajectories
 from treering.data.formats.record_files import append_trajectories, write_trajectories
@@ -11,6 +11,7 @@ from treering.data.trajectory import Message, RenderedTrajectory, TaskId, ToolCa
 __all__ = [
     "DATA_VARIABLE",
     "AgentSpec",
+    "AgentTrace",
     "FormatName",
     "Message",
     "RenderedTrajectory",
@@ -18,7 +19,6 @@ __all__ = [
     "TaskId",
     "Template",
     "ToolCall",
-    "Trace",
     "Trajectory",
     "append_trajectories",
     "by_task",

@@ -66,7 +66,7 @@ Reason: TypeAlias = Literal["untrainable agent", "failed run", "rejected compact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trace:
+class AgentTrace:
     """One run of one agent: a forest of messages, each a node.
 
     Raises:
@@ -135,7 +135,7 @@ class Trace:
         """
         return [self._trajectory([self.nodes[i] for i in path]) for path in self.paths()]
 
-    def with_advantages(self, advantages: Iterable[float | npt.ArrayLike]) -> "Trace":
+    def with_advantages(self, advantages: Iterable[float | npt.ArrayLike]) -> "AgentTrace":
         """Return a copy of the trace with advantages in its nodes.
 
         Args:
@@ -283,7 +283,7 @@ def _check_tokens(nodes: tuple[TraceNode, ...], path: tuple[int, ...]) -> None:
         # The tokens of an empty message must be in the next node, before its sampled tokens.
         if (node.token_ids.size == 0 and node.sampled) or (empty is not None and node.mask[:1].any()):
             raise InputError(
-                f"nodes[{empty}] has no token_ids, and tokens are never rendered anew; record the run with a client "
+                f"nodes[{empty}] has no token_ids, and tokens are never rendered again; record the run with a client "
                 "that returns them (verifiers: client.type = train), or train its messages as a chat"
             )
         if node.token_ids.size:

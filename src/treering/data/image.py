@@ -239,7 +239,7 @@ def named_source(name: str, folder: Path, where: str) -> ImageSource:
         return ImageSource(folder=folder, file=unquote(parts.path), where=where)
     if "://" in name[:32]:
         raise InputError(
-            f"{where}: images of the network are not fetched, got {name!r:.80}; download it beside the data file, "
+            f"{where}: images of the network are not fetched, got {name!r:.80}; download it next to the data file, "
             "and give its path"
         )
     if not name.strip():

@@ -335,7 +335,7 @@ def _check_not_empty(message: Message, where: str) -> None:
             "once; drop the message, or give it weight 0"
         )
     if message.content is None:
-        raise InputError(f'content may be null only beside a tool call, and {where} has none; write "" or the text')
+        raise InputError(f'content may be null only with a tool call, and {where} has none; write "" or the text')
 
 
 def _check_texts(trajectory: Trajectory) -> None:

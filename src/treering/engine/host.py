@@ -33,7 +33,7 @@ class _Left:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Run:
+class _Task:
     function: Callable[[], None]
 
 
@@ -66,7 +66,7 @@ class EngineHost(Closing):
             raise StateError(f"a host needs an idle engine, and this one has {engine.num_unfinished} requests")
         self._engine = engine
         self._settle = settle
-        self._inbox: SimpleQueue[_Call | _Left | _Run | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Call | _Left | _Task | None] = SimpleQueue()
         self._max_rows = max_rows
         self._open: dict[RolloutKey, _Call] = {}
         self._queue: list[tuple[int, int, Request]] = []
@@ -125,7 +125,7 @@ class EngineHost(Closing):
         Raises:
             StateError: if the host is closed.
         """
-        self._put(_Run(function))
+        self._put(_Task(function))
 
     def close(self) -> None:
         """End the thread after its current step; open calls are aborted, and their futures raise StateError."""
@@ -135,7 +135,7 @@ class EngineHost(Closing):
                 self._inbox.put(None)
         self._thread.join()
 
-    def _put(self, message: _Call | _Run) -> None:
+    def _put(self, message: _Call | _Task) -> None:
         with self._lock:
             if self._is_closed:
                 raise StateError("this engine's host is closed and takes no more calls; open another one")
@@ -164,8 +164,8 @@ class EngineHost(Closing):
             self._handle(message)
         return True
 
-    def _handle(self, message: _Call | _Left | _Run) -> None:
-        if isinstance(message, _Run):
+    def _handle(self, message: _Call | _Left | _Task) -> None:
+        if isinstance(message, _Task):
             self._attempt(message.function)
         elif isinstance(message, _Left):
             # Another call may have the key, if this one was refused or has ended.

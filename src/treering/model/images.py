@@ -196,10 +196,10 @@ def _check_apart(forest: Forest) -> None:
     placed_tokens = image_tokens(forest)
     starts = placed_tokens.at[placed_tokens.offset == 0]
     above = forest.parent[starts]
-    beside = starts[(above >= 0) & (forest.tokens[above] < 0)]
-    if beside.size:
+    adjacent = starts[(above >= 0) & (forest.tokens[above] < 0)]
+    if adjacent.size:
         raise InputError(
-            f"an image at packed index {int(beside[0])} follows another without a token between, and the model "
+            f"an image at packed index {int(adjacent[0])} follows another without a token between, and the model "
             "would see them as one; put begin and end tokens around each image, as the model's processor does"
         )
 

@@ -65,7 +65,7 @@ class _Batch:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Scoring:
+class _FusedBatch:
     """Batch whose states a fused head scores, in one or several calls."""
 
     batch: _Batch
@@ -134,7 +134,7 @@ class TreePatch:
         self._when = when
         self._mode_of: nn.Module = self._decoder if mode_of is None else mode_of
         self._is_flat = False
-        self._scored: _Scoring | None = None
+        self._scored: _FusedBatch | None = None
         self._counts = TreeCounts()
         self._layers: Callable[[], AbstractContextManager[None]] = nullcontext
         self._undo = [
@@ -245,7 +245,7 @@ class TreePatch:
         num_items = kwargs.get("num_items_in_batch")
         given = {**kwargs, "labels": None, "num_items_in_batch": mask.sum() if num_items is None else num_items}
         outputs = []
-        self._scored = _Scoring(batch=batch, rows=pairs.rows)
+        self._scored = _FusedBatch(batch=batch, rows=pairs.rows)
         try:
             for part in parts_of(pairs, self._vocab_size):
                 self._scored.rows = pairs.rows[part]

@@ -210,7 +210,7 @@ def write_together(group: RankGroup, make: Callable[[Callable[[], None]], None],
         if not has_started:
             # The others wait to learn whether there is a folder.
             group.gather(False)
-    problems = [told for told in group.gather(None if problem is None else str(problem)) if told is not None]
+    problems = [message for message in group.gather(None if problem is None else str(problem)) if message is not None]
     if problem is not None:
         raise problem
     if problems:

@@ -61,7 +61,7 @@ class EngineOptions:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Scoring:
+class _WaitingPrompts:
     """Prompts that wait to be scored together."""
 
     prompts: list[tuple[TokenIds, Int64Array | None, int]] = field(default_factory=list)
@@ -109,7 +109,7 @@ class ModelSampler:
         self._weights = ""
         self._num_inside = 0
         self._gate, self._is_left = asyncio.Lock(), asyncio.Event()
-        self._waiting: _Scoring | None = None
+        self._waiting: _WaitingPrompts | None = None
         self._max_scored = options.max_tokens
         self.num_open = 0
         """Open calls, including waiting ones."""
@@ -156,7 +156,7 @@ class ModelSampler:
         async with self._under(weights):
             with self._lock:
                 if self._waiting is None:
-                    self._waiting = _Scoring()
+                    self._waiting = _WaitingPrompts()
                     self.host.run(self._score)
                 self._waiting.prompts.append((prompt, targets, top_k))
                 self._waiting.answers.append(answer)

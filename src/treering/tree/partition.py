@@ -248,7 +248,7 @@ class _Cutter:
         self._cut_range(0, self.tail[0])
         return self._sorted_runs()
 
-    def _beside_wholes(self, segment: int, first: int) -> int:
+    def _outside_wholes(self, segment: int, first: int) -> int:
         """Move a cut before token `first` of a segment behind the range that stays together, if it is inside one."""
         at = self.start[segment] + first
         number = bisect_right(self.whole_starts, at) - 1
@@ -283,7 +283,7 @@ class _Cutter:
         """
         while num_tokens > 0:
             tail = self.tail[top]
-            first = self._beside_wholes(tail, max(0, self.live[tail] - num_tokens))
+            first = self._outside_wholes(tail, max(0, self.live[tail] - num_tokens))
             taken = self.live[tail] - first
             if taken == 0:
                 break
@@ -332,14 +332,14 @@ class _Cutter:
     def _cut_segment(self, segment: int, below: int) -> None:
         """Cut full parts off the lower end of a segment; the first includes the `below` tokens that hang off it."""
         if below + self.live[segment] > self.budget:
-            self._emit(segment, self._beside_wholes(segment, self.live[segment] - (self.budget - below)))
+            self._emit(segment, self._outside_wholes(segment, self.live[segment] - (self.budget - below)))
             if below > 0:
                 self._cut_range(self.after[segment], self.tail[segment])
                 self.tail[segment] = segment
             self.num_labels += 1
             below = 0
         while self.live[segment] > self.budget:
-            self._emit(segment, self._beside_wholes(segment, self.live[segment] - self.budget))
+            self._emit(segment, self._outside_wholes(segment, self.live[segment] - self.budget))
             self.num_labels += 1
         self.size[segment] = below + self.live[segment]
 
@@ -440,20 +440,20 @@ def _put_together(
 def search_cuts(
     start: Sequence[int], parent: Sequence[int], num_tokens: int, budget: int, wholes: Sequence[tuple[int, int]] = ()
 ) -> tuple[list[CutRun], Grouping]:
-    """Return the best grouping over both policies, each without forced cuts and with those of `_beside_trunk`.
+    """Return the best grouping over both policies, each without forced cuts and with those of `_off_trunk`.
 
     The best has the fewest partitions; ties go to the one with the shortest longest chain, then to the first that was
     tried. `wholes` are never cut; see `cut_runs`.
     """
     found: list[tuple[list[CutRun], Grouping]] = []
-    for is_cut in ([False] * len(start), _beside_trunk(start, parent, num_tokens, budget)):
+    for is_cut in ([False] * len(start), _off_trunk(start, parent, num_tokens, budget)):
         for policy in get_args(CutPolicy):
             runs = cut_runs(start, parent, num_tokens, budget, policy, is_cut, wholes)
             found.append((runs, group_runs(runs, budget)))
     return min(found, key=lambda one: one[1].cost)
 
 
-def _beside_trunk(start: Sequence[int], parent: Sequence[int], num_tokens: int, budget: int) -> list[bool]:
+def _off_trunk(start: Sequence[int], parent: Sequence[int], num_tokens: int, budget: int) -> list[bool]:
     """Mark the segments that fit with all below them, and hang off one that does not.
 
     Cut off there, they are computed while only the trunk is kept, and no sibling.

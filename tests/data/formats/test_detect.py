@@ -79,5 +79,5 @@ def test_the_error_for_an_unknown_format_lists_the_keys_and_what_is_missing(tmp_
 @pytest.mark.parametrize("key", ["response", "completion"])
 @pytest.mark.parametrize("value", [{"text": "x"}, [ANSWER], "x"])
 def test_an_answer_next_to_messages_is_not_dropped(tmp_path, key, value):
-    with pytest.raises(InputError, match=f"{key} stands beside messages, and only one of them would be trained"):
+    with pytest.raises(InputError, match=f"{key} stands next to messages, and only one of them can be trained"):
         read(tmp_path, {"messages": TALK, "prompt": [QUESTION], key: value})

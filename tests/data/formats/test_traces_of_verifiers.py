@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.data.traces import Record, answer, linked, message, run
-from treering.data import Trace, read_traces, write_traces
+from treering.data import AgentTrace, read_traces, write_traces
 
 pytest.importorskip("verifiers.v1", reason="verifiers is not installed: pip install 'verifiers>=0.4'")
 
@@ -45,7 +45,7 @@ def their_file(folder: Path, *, key: str | None) -> list[Any]:
     return their_traces(folder)
 
 
-def our_traces(folder: Path) -> list[Trace]:
+def our_traces(folder: Path) -> list[AgentTrace]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return read_traces(folder / "traces.jsonl")

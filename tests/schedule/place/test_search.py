@@ -19,7 +19,7 @@ def cluster_of(num_workers=8, num_slots=8, **options):
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_a_question_has_steps_for_each_turn_from_the_forecasts_in_sight(staleness):
+def test_a_question_has_steps_for_each_turn_from_the_known_forecasts(staleness):
     first, second = np.full(6, 10.0), np.full(9, 20.0)
     problem = search_problem(
         assignment_request(cluster_of(staleness=staleness), first, second), CalibratedLengths(0.0), seed=0

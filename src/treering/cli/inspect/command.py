@@ -73,7 +73,7 @@ def open_files(options: InspectOptions, progress: WorkProgress) -> Iterator[Toke
     Raises:
         InputError: a bad file, or messages without a tokenizer.
     """
-    renderer, said = options.renderer(), False
+    renderer, is_noted = options.renderer(), False
     for path in expanded(options.files):
         dataset = read_file(
             path,
@@ -82,9 +82,9 @@ def open_files(options: InspectOptions, progress: WorkProgress) -> Iterator[Toke
             keeps_cache=not options.no_cache,
             on_progress=partial(show_build, progress, path.name),
         )
-        if dataset.facts.form and not said:
+        if dataset.facts.form and not is_noted:
             progress.console.print(dataset.facts.form, soft_wrap=True)
-            said = True
+            is_noted = True
         for note in dataset.facts.notes:
             progress.console.print(f"{path.name}: {note}", soft_wrap=True)
         yield dataset

@@ -47,7 +47,7 @@ def check_parts(folder: Path, files: Iterable[Path]) -> None:
         )
 
 
-def say_missing_parts(file: Path) -> None:
+def warn_missing_parts(file: Path) -> None:
     """Warn if the file is a part of a dataset and other parts are missing.
 
     Warns:

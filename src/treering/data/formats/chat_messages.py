@@ -428,7 +428,7 @@ def _check_flags_are_known(record: Mapping[str, Any], where: str) -> None:
         speaks = any(word in key.lower() for word in ABOUT_TRAINING)
         if speaks and key not in (*TRAINED_KEYS, *CONTEXT_KEYS, *UNREADABLE) and not is_blank(value):
             raise InputError(
-                f"{where}.{key} seems to say whether the message is trained, and is no flag that Treering knows, got "
+                f"{where}.{key} seems to set whether the message is trained, and Treering does not know this flag, got "
                 f"{show(value)}; write it as train, 0 or 1, or remove it"
             )
 

@@ -31,7 +31,7 @@ UNREADABLE = MappingProxyType(
     {
         **dict.fromkeys(
             ("images", "image"),
-            'images stand beside messages with a part {"type": "image"} for each, in formats treering, chat and trl; '
+            'images stand next to messages with a part {"type": "image"} for each, in formats treering, chat and trl; '
             "write them so, or remove the key if the text stands by itself",
         ),
         **dict.fromkeys(
@@ -134,7 +134,7 @@ def check_readable(record: Mapping[str, Any], *, but: Collection[str] = ()) -> N
         # Token ids include everything that the policy saw, and a text that is also a message is read there.
         if key not in but and not has_ids and not _is_message(record, value):
             raise InputError(
-                f"{key} stands beside the messages and is not read, got {show(value)}: {CONTEXT_KEYS[key]}"
+                f"{key} stands next to the messages and is not read, got {show(value)}: {CONTEXT_KEYS[key]}"
             )
     for key in filled(record, UNREADABLE):
         value = record[key]

@@ -14,8 +14,8 @@ from treering.data.formats.arrow import (
     folder_records,
     is_dataset_folder,
     is_table,
-    say_missing_parts,
     table_records,
+    warn_missing_parts,
 )
 from treering.data.formats.record_files import (
     ReadPosition,
@@ -197,7 +197,7 @@ def read_records(
         return (one for file in files for one in _file_records(file, may_be_torn, parse_float, position))
     if path.is_dir():
         return folder_records(path, position)
-    say_missing_parts(path)
+    warn_missing_parts(path)
     return _file_records(path, may_be_torn, parse_float, position)
 
 

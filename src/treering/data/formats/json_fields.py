@@ -292,7 +292,7 @@ def check_masks_are_known(record: Mapping[str, Any], *, but: Collection[str] = (
             continue
         raise InputError(
             f"{key} seems to say which tokens are trained, and what it means differs between trainers, got "
-            f"{show(value)}; write it as loss_mask beside tokens, one entry per token with 1 where it is trained, or "
+            f"{show(value)}; write it as loss_mask next to tokens, one entry per token with 1 where it is trained, or "
             "remove it"
         )
 

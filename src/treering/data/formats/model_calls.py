@@ -116,11 +116,11 @@ def _joined(run: Sequence[TokenCall]) -> dict[str, Any]:
     return {"tokens": tokens, "loss_mask": mask, "logprobs": logprobs if is_known else None}
 
 
-IDS_USED = "token ids beside the text are trained as they were sampled, and the text is not rendered"
+IDS_USED = "token ids next to the text are trained as they were sampled, and the text is not rendered"
 """Note on records of text that also have the ids of their call."""
 
 
-def beside_text(
+def ids_or_text(
     record: Mapping[str, Any], note: Note, decode: Callable[[Mapping[str, Any], Note], list[Trajectory]]
 ) -> list[Trajectory]:
     """Decode a record of text; if it has the ids of its call, train these, because the text may tokenize differently.
@@ -141,7 +141,7 @@ def beside_text(
     others = [key for key in given if key not in (*prompt, *sampled)]
     if others or len(prompt) != 1 or len(sampled) != 1:
         raise InputError(
-            f"token ids beside text are trained in place of it, as prompt_token_ids and completion_token_ids, got "
+            f"token ids next to text are trained in place of it, as prompt_token_ids and completion_token_ids, got "
             f"{' and '.join(given)}; rename them, or remove the ids or the text"
         )
     return _of_ids(record, note, decode, (prompt[0], sampled[0]))

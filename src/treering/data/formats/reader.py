@@ -85,10 +85,10 @@ def has_failed(record: Mapping[str, Any]) -> bool:
     Example: `{"messages": [...], "status": "timeout"}` has failed; `{"messages": [...], "reward": 0.0}` has not.
     """
     inner = [record[key] for key in _INNER if isinstance(record.get(key), dict)]
-    return any(_says_failed(part) for part in (record, *inner))
+    return any(_is_failed(part) for part in (record, *inner))
 
 
-def _says_failed(part: Mapping[str, Any]) -> bool:
+def _is_failed(part: Mapping[str, Any]) -> bool:
     if _FAILURE_KEYS.isdisjoint(part):
         return False
     ends = [_words(part[key]) for key in END_KEYS if isinstance(part.get(key), str)]
@@ -112,7 +112,7 @@ def has_cut_turn(record: Mapping[str, Any]) -> bool:
 
     Example: `{"messages": [...], "finish_reason": "length"}` has one; a tool's message with "truncated" has none.
     """
-    return any(_says_cut(part) for part in _parts(record))
+    return any(_is_cut(part) for part in _parts(record))
 
 
 def _parts(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -132,7 +132,7 @@ def _may_be_policys(turn: Mapping[str, Any]) -> bool:
     return role is None or role == "agent" or ROLES.get(str(role).strip().lower()) == "assistant"
 
 
-def _says_cut(part: Mapping[str, Any]) -> bool:
+def _is_cut(part: Mapping[str, Any]) -> bool:
     if _CUT_KEYS.isdisjoint(part):
         return False
     details = part.get("incomplete_details")

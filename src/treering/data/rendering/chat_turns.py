@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from treering.data.formats.chat_messages import tool_name
 from treering.data.rendering.encoder import TURN_END, Script, Span, message_script, turn_opening
-from treering.data.rendering.rendered_parts import common_length, missing_part, says_by_itself
+from treering.data.rendering.rendered_parts import common_length, is_in_calls, missing_part
 from treering.data.rendering.template import RenderedChat, leading_token
 from treering.data.rendering.thoughts import (
     PromptThought,
@@ -105,12 +105,12 @@ def _lead_and_written(chat: RenderedChat, index: int, thought: PromptThought) ->
 
 def _in_open_thought(message: Message, index: int, thought: PromptThought, rendered: str) -> tuple[str, str]:
     inline = inline_thought(message)
-    said = (message.reasoning or (inline[0] if inline else "")).strip()
-    end = split_closing(rendered.lstrip().removeprefix(said))[0]
-    if said and end.strip() == thought.end.strip():
+    written_thought = (message.reasoning or (inline[0] if inline else "")).strip()
+    end = split_closing(rendered.lstrip().removeprefix(written_thought))[0]
+    if written_thought and end.strip() == thought.end.strip():
         return "", rendered
     if message.reasoning:
-        return "", f"{said}{thought.end}{rendered}"
+        return "", f"{written_thought}{thought.end}{rendered}"
     if inline:
         return "", _with_thought(message, index, thought, rendered)
     warnings.warn(
@@ -131,21 +131,21 @@ def _with_thought(message: Message, index: int, thought: PromptThought, rendered
             f"the chat template ends a thought with {end!r}, but the content of messages[{index}] ends it otherwise; "
             "give the thought as reasoning, apart from the content"
         )
-    said = content.rpartition(end)[2].strip()
-    return content + (rendered[rendered.rfind(said) + len(said) :] if said else rendered)
+    answer = content.rpartition(end)[2].strip()
+    return content + (rendered[rendered.rfind(answer) + len(answer) :] if answer else rendered)
 
 
 def _has_reasoning(message: Message, written: str) -> bool:
-    _, said, after = written.partition((message.reasoning or "").strip())
-    return bool(said) and missing_part(message, after) is None
+    _, found, after = written.partition((message.reasoning or "").strip())
+    return bool(found) and missing_part(message, after) is None
 
 
 def _moved(chat: RenderedChat, index: int, prompt: str) -> str:
     """Return the turn in a text whose earlier part differs from the prompt, since gpt-oss drops earlier thoughts."""
     whole, before, asked = chat.closed(index + 1), chat.closed(index), chat.messages[index - 1]
-    said = (asked.content or "").strip()
-    header = prompt[len(before) if prompt.startswith(before) else len(prompt) :] or prompt.rpartition(said)[2]
-    if said and header.strip():
+    question = (asked.content or "").strip()
+    header = prompt[len(before) if prompt.startswith(before) else len(prompt) :] or prompt.rpartition(question)[2]
+    if question and header.strip():
         # A different answer does not change the earlier part, so the header is before the first difference.
         other = chat.text([*chat.messages[:index], Message(role="assistant", content=_MARK)])
         at = whole.rfind(header, 0, common_length(whole, other))
@@ -224,7 +224,7 @@ def _views(chat: RenderedChat) -> Iterator[tuple[int, str]]:
 def _check_turn(chat: RenderedChat, index: int, turn: PolicyTurn) -> None:
     message, messages = chat.messages[index], chat.messages[: index + 1]
     _refuse_loss(missing_part(message, turn.text[turn.span.start :]), messages, index)
-    if message.tool_calls and says_by_itself(message):
+    if message.tool_calls and is_in_calls(message):
         _check_marks(chat, [index], is_open=False)
 
 

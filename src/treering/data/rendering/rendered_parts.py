@@ -42,7 +42,7 @@ def _missing_call(message: Message, text: str) -> str | None:
     return None
 
 
-def says_by_itself(message: Message) -> bool:
+def is_in_calls(message: Message) -> bool:
     """Return whether a message's text is also in its calls, or so short that a template may write it anywhere."""
     text = (message.content or "").strip()
     calls = [part for call in message.tool_calls for part in (call.name, str(call.given))]

@@ -56,8 +56,8 @@ def _fill_leaders(
             continue
         for other in range(row):
             is_alike = num_tokens[other] == size and num_computed[other] == size - 1 and is_ready[other]
-            is_beside = num_prefix[other] == first and prefix_start[other] == prefix_start[row]
-            if not is_alike or not is_beside:
+            has_same_prefix = num_prefix[other] == first and prefix_start[other] == prefix_start[row]
+            if not is_alike or not has_same_prefix:
                 continue
             # Newest tokens first: rows that differ mostly differ there.
             at = size - 1

@@ -213,7 +213,7 @@ def count_votes(
         if vote > most:
             most, best = vote, number
     if differs != 0 or first < 0:
-        num: int = _tell_apart(matches, workspace, begin, end, longest)
+        num: int = _split_votes(matches, workspace, begin, end, longest)
         return num
     candidate = workspace.candidates[0]
     candidate.token, candidate.votes, candidate.count, candidate.best = first, total, end - begin, best
@@ -225,7 +225,7 @@ def count_votes(
 
 
 @lean
-def _tell_apart(matches: Matches, workspace: Workspace, begin: int, end: int, longest: int) -> int:
+def _split_votes(matches: Matches, workspace: Workspace, begin: int, end: int, longest: int) -> int:
     """Finish `count_votes` where matches continue with different tokens, from the tokens and votes that it wrote."""
     members, tokens, counted, which, candidates = (
         workspace.members,

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from treering.data.agent_trace import Trace
+from treering.data.agent_trace import AgentTrace
 from treering.data.formats.adapters.verifiers import decode_trace
 from treering.engine.protocol import Rollout, Sampling
 from treering.errors import InputError, StateError
@@ -41,7 +41,7 @@ def ids_of(call: Call) -> Ids:
     return call.context.tobytes(), call.rollout.tokens.astype(np.int32).tobytes()
 
 
-def check_calls(trace: Trace, calls: Sequence[Call], name: str) -> None:
+def check_calls(trace: AgentTrace, calls: Sequence[Call], name: str) -> None:
     """Check that the sampled messages of a trace match the calls that were answered.
 
     Args:
@@ -52,17 +52,17 @@ def check_calls(trace: Trace, calls: Sequence[Call], name: str) -> None:
     Raises:
         InputError: a sampled message without a call, or a call without a message.
     """
-    said, logged = Counter(sampled_ids(trace)), Counter(map(ids_of, calls))
-    strange, lost = (said - logged).total(), (logged - said).total()
+    sampled, logged = Counter(sampled_ids(trace)), Counter(map(ids_of, calls))
+    strange, lost = (sampled - logged).total(), (logged - sampled).total()
     if strange or lost:
         raise InputError(
-            f"the trace of agent {name!r} does not match its answered calls: {strange} of {said.total()} sampled "
+            f"the trace of agent {name!r} does not match its answered calls: {strange} of {sampled.total()} sampled "
             f"messages have no call and {lost} of {logged.total()} calls have no message; sample only from the "
             "policy's endpoint and keep its answers unchanged"
         )
 
 
-def sampled_ids(trace: Trace, nodes: Iterable[int] | None = None) -> list[Ids]:
+def sampled_ids(trace: AgentTrace, nodes: Iterable[int] | None = None) -> list[Ids]:
     """Return the ids of a trace's sampled messages: of all nodes, or of the given ones.
 
     Raises:
@@ -86,7 +86,7 @@ def sampled_ids(trace: Trace, nodes: Iterable[int] | None = None) -> list[Ids]:
     return found
 
 
-def untrained_ids(trace: Trace) -> set[Ids]:
+def untrained_ids(trace: AgentTrace) -> set[Ids]:
     """Return the calls that are on no trained path of a trace, such as rejected compactions."""
     kept = {i for path in trace.paths() for i in path}
     return set(sampled_ids(trace, set(range(len(trace.nodes))) - kept))
@@ -332,7 +332,7 @@ def outcome_of(session: Session, traces: Sequence[Mapping[str, Any]]) -> Outcome
     )
 
 
-def _names(runs: Sequence[Trace]) -> list[str]:
+def _names(runs: Sequence[AgentTrace]) -> list[str]:
     seen: Counter[str] = Counter()
     names = []
     for run in runs:
@@ -342,7 +342,7 @@ def _names(runs: Sequence[Trace]) -> list[str]:
     return names
 
 
-def _reward(run: Trace, name: str) -> float:
+def _reward(run: AgentTrace, name: str) -> float:
     if run.reward is None:
         raise InputError(
             f"trained agent {name!r} has no reward; set one in the task's @reward or the environment's finalize, or "
@@ -351,7 +351,7 @@ def _reward(run: Trace, name: str) -> float:
     return run.reward
 
 
-def _numbers(trained: Mapping[str, Trace]) -> dict[str, float]:
+def _numbers(trained: Mapping[str, AgentTrace]) -> dict[str, float]:
     """Return the metrics and rewards of traces by name, prefixed with the agent's if there are several."""
     numbers = {}
     for agent, run in trained.items():

@@ -87,7 +87,7 @@ class WorkerProcess:
         try:
             answer = self._started.result(time_limit_s)
         except TimeoutError:
-            raise StateError(f"the environment did not load within {time_limit_s:g} s{self._said()}") from None
+            raise StateError(f"the environment did not load within {time_limit_s:g} s{self._last_line()}") from None
         if answer["type"] == "refused":
             raise ConfigError(f"task.env: {answer['error']}")
         return answer
@@ -179,9 +179,9 @@ class WorkerProcess:
     def _death(self) -> StateError:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        return StateError(f"the process of verifiers ended with status {self._process.returncode}{self._said()}")
+        return StateError(f"the process of verifiers ended with status {self._process.returncode}{self._last_line()}")
 
-    def _said(self) -> str:
+    def _last_line(self) -> str:
         return f"; its last line: {self._last_lines[-1]}" if self._last_lines else ""
 
 

@@ -278,7 +278,7 @@ class DraftSession:
         self.propose_s += time.perf_counter() - began
         return lists
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all rows after an error; keep calibration and counts."""
         before = self.requests
         before.drafter.load_state(before.drafter.state())

@@ -136,7 +136,7 @@ class HistoryProposer:
                 stacklevel=3,
             )
         if self._session is not None:
-            self._session.start_anew()
+            self._session.reset()
 
 
 def _widened(config: Any, max_draft: int) -> Any:

@@ -477,7 +477,7 @@ class PromptsFile(Task):
     def _build(self, path: Path, draft: Path) -> DatasetFacts:
         """Write the tokens of all lines up to the last kept prompt; refuse everything that `_read` would refuse."""
         kept, num_lines, num_unplaced = replace(self._kept, ids=set()), 0, 0
-        with kept_warnings() as said:
+        with kept_warnings() as caught:
             with ArrayWriter(draft) as writer:
                 for line in prompt_lines(path):
                     if kept.is_full:
@@ -494,7 +494,7 @@ class PromptsFile(Task):
             source=str(path),
             num_trajectories=num_lines,
             num_rejected=0,
-            warnings=tuple(said),
+            warnings=tuple(caught),
             notes=(f"{BEFORE_TEXT} ({plural(num_unplaced, 'prompt')})",) if num_unplaced else (),
             form=self._renderer.form_note,
             tokenizer=str(self._renderer.tokenizer),

@@ -85,11 +85,11 @@ class Interruption:
         if self._group.size > 1:
             return on_progress
 
-        def check_and_tell(phase: Phase, num_done: int, num_total: int) -> None:
+        def check_and_report(phase: Phase, num_done: int, num_total: int) -> None:
             self.check()
             on_progress(phase, num_done, num_total)
 
-        return check_and_tell
+        return check_and_report
 
 
 MAX_SHARE = 0.05

@@ -5,7 +5,7 @@ from typing import Any
 
 from treering.data.formats.codec import decode
 from treering.data.formats.json_fields import TOKEN_KEYS, is_blank, parsed
-from treering.data.formats.model_calls import beside_text
+from treering.data.formats.model_calls import ids_or_text
 from treering.data.formats.record_format import NO_TASK, Note, RecordFormat, named_task
 from treering.data.trajectory import Trajectory
 from treering.errors import InputError
@@ -22,7 +22,7 @@ def decode_chat(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     for key in ("completion", "response"):
         if not is_blank(record.get("messages")) and not is_blank(record.get(key)):
             raise InputError(
-                f"{key} stands beside messages, and only one of them would be trained; add it to messages, or remove it"
+                f"{key} stands next to messages, and only one of them can be trained; add it to messages, or remove it"
             )
     task_id = named_task(record)
     if task_id is None:
@@ -31,7 +31,7 @@ def decode_chat(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
 
 def _decode(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    return decode_chat(record, note) if is_blank(record.get("messages")) else beside_text(record, note, decode_chat)
+    return decode_chat(record, note) if is_blank(record.get("messages")) else ids_or_text(record, note, decode_chat)
 
 
 FORMATS = (

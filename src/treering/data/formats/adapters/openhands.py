@@ -12,7 +12,7 @@ from treering.data.formats.adapters.chat_records import decode_chat
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
 from treering.data.formats.json_fields import array, is_blank, number_field, show, text_field
-from treering.data.formats.model_calls import as_context, beside_text
+from treering.data.formats.model_calls import as_context, ids_or_text
 from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, task_of
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
@@ -37,7 +37,7 @@ _OWN_ARGS = frozenset(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Run:
+class _Events:
     """State of a run while its events are read."""
 
     note: Note
@@ -116,7 +116,7 @@ def _conversations(
 
     Example: a `MessageEvent` of the user and an `ActionEvent` become a user's message and an assistant's call.
     """
-    run = _Run(note=note)
+    run = _Events(note=note)
     for i, event in enumerate(events):
         if not isinstance(event, dict):
             raise InputError(f"{name}[{i}] must be an event, an object, got {show(event)}; repair it")
@@ -127,7 +127,7 @@ def _conversations(
     return [decode_messages(one, name) for one in stretches if one], nested_tools(run.tools, f"tools of {name}")
 
 
-def _read(event: Mapping[str, Any], run: _Run, where: str) -> None:
+def _read(event: Mapping[str, Any], run: _Events, where: str) -> None:
     kind = event.get("kind")
     if isinstance(kind, str):
         if (read := _KINDS.get(kind)) is not None:
@@ -145,7 +145,7 @@ def _read(event: Mapping[str, Any], run: _Run, where: str) -> None:
         )
 
 
-def _read_action(event: Mapping[str, Any], run: _Run, where: str) -> None:
+def _read_action(event: Mapping[str, Any], run: _Events, where: str) -> None:
     action, args = event["action"], event.get("args")
     args = args if isinstance(args, dict) else {}
     if action == "condensation":
@@ -159,7 +159,7 @@ def _read_action(event: Mapping[str, Any], run: _Run, where: str) -> None:
         _add_answer(event, run, args)
 
 
-def _add_answer(event: Mapping[str, Any], run: _Run, args: Mapping[str, Any]) -> None:
+def _add_answer(event: Mapping[str, Any], run: _Events, args: Mapping[str, Any]) -> None:
     """Add the model's message if the event has it, once per response; else a call from the event's arguments."""
     metadata = event.get("tool_call_metadata")
     response = metadata.get("model_response") if isinstance(metadata, dict) else None
@@ -190,7 +190,7 @@ def _add_answer(event: Mapping[str, Any], run: _Run, args: Mapping[str, Any]) ->
     )
 
 
-def _read_observation(event: Mapping[str, Any], run: _Run, where: str) -> None:
+def _read_observation(event: Mapping[str, Any], run: _Events, where: str) -> None:
     if event["observation"] in _NO_MESSAGE:
         return
     metadata = event.get("tool_call_metadata")
@@ -198,7 +198,7 @@ def _read_observation(event: Mapping[str, Any], run: _Run, where: str) -> None:
     run.add(event, {"role": "tool", "tool_call_id": call_id, "content": event.get("content") or ""})
 
 
-def _condense(args: Mapping[str, Any], run: _Run, where: str) -> None:
+def _condense(args: Mapping[str, Any], run: _Events, where: str) -> None:
     """End a conversation; the next one starts with the kept messages and the summary, if there is one."""
     run.before.append([message for _, message in run.messages])
     start, end = args.get("forgotten_events_start_id"), args.get("forgotten_events_end_id")
@@ -227,12 +227,12 @@ def _context(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "weight": 0} if message.get("role") == "assistant" else message
 
 
-def _read_system(event: Mapping[str, Any], run: _Run, where: str) -> None:
+def _read_system(event: Mapping[str, Any], run: _Events, where: str) -> None:
     run.tools = event.get("tools") or run.tools
     run.add(event, {"role": "system", "content": event.get("system_prompt")})
 
 
-def _read_message(event: Mapping[str, Any], run: _Run, where: str) -> None:
+def _read_message(event: Mapping[str, Any], run: _Events, where: str) -> None:
     message = event.get("llm_message")
     if not isinstance(message, dict):
         raise InputError(f"{where} is a MessageEvent and needs llm_message, got {show(message)}; drop it")
@@ -241,7 +241,7 @@ def _read_message(event: Mapping[str, Any], run: _Run, where: str) -> None:
     run.add(event, {"role": role, **{key: message[key] for key in known if not is_blank(message.get(key))}})
 
 
-def _read_call(event: Mapping[str, Any], run: _Run, where: str) -> None:
+def _read_call(event: Mapping[str, Any], run: _Events, where: str) -> None:
     call = event.get("tool_call")
     if not isinstance(call, dict):
         run.note(NO_CALL_KEPT)
@@ -263,7 +263,7 @@ def _read_call(event: Mapping[str, Any], run: _Run, where: str) -> None:
     run.add(event, message)
 
 
-def _read_result(event: Mapping[str, Any], run: _Run, where: str) -> None:
+def _read_result(event: Mapping[str, Any], run: _Events, where: str) -> None:
     observation = event.get("observation")
     content: object = event.get("error") or event.get("rejection_reason") or event.get("content")
     if isinstance(observation, dict):
@@ -271,7 +271,7 @@ def _read_result(event: Mapping[str, Any], run: _Run, where: str) -> None:
     run.add(event, {"role": "tool", "tool_call_id": event.get("tool_call_id"), "content": content or ""})
 
 
-_KINDS: Mapping[str, Callable[[Mapping[str, Any], _Run, str], None]] = {
+_KINDS: Mapping[str, Callable[[Mapping[str, Any], _Events, str], None]] = {
     "SystemPromptEvent": _read_system,
     "MessageEvent": _read_message,
     "ActionEvent": _read_call,
@@ -310,7 +310,7 @@ def _is_logged_call(record: Mapping[str, Any], filled: Set[str]) -> bool:
 FORMATS = (
     RecordFormat(
         name="openhands",
-        decode=partial(beside_text, decode=decode_openhands),
+        decode=partial(ids_or_text, decode=decode_openhands),
         keys=(
             *(("instance_id", "history"), ("history",), ("events",), ("trajectory",), ("messages",)),
             ("messages", "response"),

@@ -11,7 +11,7 @@ from treering.data.formats.adapters.trl_rows import preference_pair
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
 from treering.data.formats.json_fields import array, is_blank, number_field, parsed, show, text_field
-from treering.data.formats.model_calls import beside_text
+from treering.data.formats.model_calls import ids_or_text
 from treering.data.formats.record_format import Note, RecordFormat, has_keys, task_of
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
@@ -80,7 +80,7 @@ def _calls(content: object, where: str) -> list[Any] | None:
 FORMATS = (
     RecordFormat(
         name="sharegpt",
-        decode=partial(beside_text, decode=decode_sharegpt),
+        decode=partial(ids_or_text, decode=decode_sharegpt),
         keys=(("conversations",),),
         signs=((70, has_keys("conversations")),),
     ),

@@ -12,7 +12,7 @@ from treering.data.formats.adapters.openhands import whose_events
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
 from treering.data.formats.json_fields import array, show, text_field
-from treering.data.formats.model_calls import MessageCall, beside_text, message_branches
+from treering.data.formats.model_calls import MessageCall, ids_or_text, message_branches
 from treering.data.formats.record_format import Note, RecordFormat, task_of
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
@@ -119,7 +119,7 @@ def _is_no_turn(message: object) -> bool:
 FORMATS = (
     RecordFormat(
         name="swe_agent",
-        decode=partial(beside_text, decode=decode_swe_agent),
+        decode=partial(ids_or_text, decode=decode_swe_agent),
         keys=(("history", "trajectory", "info"), ("history",), ("attempts",), ("messages", "trajectory_format")),
         signs=(
             (

@@ -11,7 +11,7 @@ from treering.data.formats.adapters.chat_records import decode_chat
 from treering.data.formats.chat_messages import decode_messages, decode_tools
 from treering.data.formats.codec import check_readable, decode_scalars, first_prompt_id
 from treering.data.formats.json_fields import MASK_KEYS, is_blank, number_field, show, text_field
-from treering.data.formats.model_calls import as_context, beside_text
+from treering.data.formats.model_calls import as_context, ids_or_text
 from treering.data.formats.record_format import Note, RecordFormat, has_keys, task_of
 from treering.data.trajectory import RAW_FORMAT, Message, Trajectory
 from treering.errors import InputError
@@ -150,7 +150,7 @@ def preference_pair(
 FORMATS = (
     RecordFormat(
         name="trl",
-        decode=partial(beside_text, decode=decode_trl),
+        decode=partial(ids_or_text, decode=decode_trl),
         keys=(("prompt", "completion"), ("prompt", *_PAIR), _PAIR, ("messages",)),
         signs=(
             (80, has_keys(*_PAIR)),

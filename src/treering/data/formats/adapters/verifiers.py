@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from treering.data.agent_trace import Reason, Trace, TraceNode
+from treering.data.agent_trace import AgentTrace, Reason, TraceNode
 from treering.data.formats.adapters.trl_rows import prompt_and_completion
 from treering.data.formats.chat_messages import nested_tools
 from treering.data.formats.codec import check_readable, decode_task_id
@@ -31,7 +31,7 @@ from treering.data.formats.json_fields import (
     show,
     token_ids,
 )
-from treering.data.formats.model_calls import TokenCall, beside_text, token_calls, token_trajectories
+from treering.data.formats.model_calls import TokenCall, ids_or_text, token_calls, token_trajectories
 from treering.data.formats.record_files import write_lines
 from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, task_of
 from treering.data.trajectory import RAW_FORMAT, TaskId, Trajectory
@@ -49,7 +49,7 @@ def looks_like_trace(record: object) -> bool:
     return _is_run(record) or _is_episode(record)
 
 
-def decode_traces(record: object) -> list[Trace]:
+def decode_traces(record: object) -> list[AgentTrace]:
     """Decode the traces of a line: one trace, or those of an episode.
 
     Raises:
@@ -68,7 +68,7 @@ def decode_traces(record: object) -> list[Trace]:
     return traces
 
 
-def decode_trace(record: object, episode: Mapping[str, Any] | None = None) -> Trace:
+def decode_trace(record: object, episode: Mapping[str, Any] | None = None) -> AgentTrace:
     """Decode one run; fields that Treering does not use stay in its record.
 
     Args:
@@ -84,7 +84,7 @@ def decode_trace(record: object, episode: Mapping[str, Any] | None = None) -> Tr
     if not isinstance(record, dict) or not isinstance(record.get("nodes"), list):
         raise InputError(f"a trace has a list of nodes, got {show(record)}; check the format")
     agent, work = _object(record, "agent"), _object(_object(episode or {}, "run"), "work")
-    trace = Trace(
+    trace = AgentTrace(
         task_id=_task_id(record, episode or {}),
         nodes=_nodes(record["nodes"]),
         is_trainable=flag(agent, "trainable", default=True),
@@ -102,7 +102,7 @@ def decode_trace(record: object, episode: Mapping[str, Any] | None = None) -> Tr
     return trace
 
 
-def encode_trace(trace: Trace) -> dict[str, Any]:
+def encode_trace(trace: AgentTrace) -> dict[str, Any]:
     """Return the JSON value of a run, without its episode, as `decode_trace` read it.
 
     Example: `encode_trace(decode_trace(value))` equals `value`.
@@ -255,7 +255,7 @@ _DECIMALS = 4
 """Digits of the log-probs and advantages that verifiers writes (`RECORD_FLOAT_DECIMALS`)."""
 
 
-def read_traces(path: str | os.PathLike[str]) -> list[Trace]:
+def read_traces(path: str | os.PathLike[str]) -> list[AgentTrace]:
     """Read the traces of a `traces.jsonl` of verifiers v1, or another file that `read_records` reads, in file order.
 
     A line is an episode, whose traces belong together, or one trace. Episodes without traces are skipped.
@@ -291,7 +291,7 @@ def read_traces(path: str | os.PathLike[str]) -> list[Trace]:
     return traces
 
 
-def write_traces(path: str | os.PathLike[str], traces: Iterable[Trace]) -> None:
+def write_traces(path: str | os.PathLike[str], traces: Iterable[AgentTrace]) -> None:
     """Write a file that `read_traces` and verifiers read; compress it if its name ends in .gz.
 
     Traces of one episode become one line. Numbers keep all digits; verifiers itself rounds to four decimals. The write
@@ -302,7 +302,7 @@ def write_traces(path: str | os.PathLike[str], traces: Iterable[Trace]) -> None:
 
     Example: `write_traces("copy.jsonl", read_traces("traces.jsonl"))` writes the same JSON values.
     """
-    episodes: dict[int, list[Trace]] = {}
+    episodes: dict[int, list[AgentTrace]] = {}
     for trace in traces:
         episodes.setdefault(id(trace if trace.episode is None else trace.episode), []).append(trace)
     write_lines(Path(path), (_line(runs) for runs in episodes.values()))
@@ -320,7 +320,7 @@ class TraceTally:
         self._are_rounded = True
         self._any_nonzero = False
 
-    def add(self, traces: Iterable[Trace]) -> None:
+    def add(self, traces: Iterable[AgentTrace]) -> None:
         """Count more traces of the same source."""
         for trace in traces:
             self._left_out += trace.left_out()
@@ -348,7 +348,7 @@ class TraceTally:
         return found
 
 
-def _line(runs: Sequence[Trace]) -> bytes:
+def _line(runs: Sequence[AgentTrace]) -> bytes:
     records = [encode_trace(trace) for trace in runs]
     episode = runs[0].episode
     # ASCII escapes can hold lone surrogates, which a model may write and UTF-8 cannot encode.
@@ -368,7 +368,7 @@ def decode_verifiers(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
         traces = decode_traces(record)
         note.tally(TraceTally).add(traces)
         return [trajectory for trace in traces for trajectory in trace.trajectories()]
-    return beside_text(record, note, _decode_row)
+    return ids_or_text(record, note, _decode_row)
 
 
 def _decode_row(record: Mapping[str, Any], note: Note) -> list[Trajectory]:

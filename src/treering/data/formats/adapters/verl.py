@@ -9,7 +9,7 @@ from typing import Any
 
 from treering.data.formats.codec import check_readable
 from treering.data.formats.json_fields import integer_field, number_field, text_field
-from treering.data.formats.model_calls import beside_text
+from treering.data.formats.model_calls import ids_or_text
 from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, task_of
 from treering.data.trajectory import RAW_FORMAT, Message, Trajectory
 from treering.errors import InputError
@@ -55,7 +55,7 @@ def decode_verl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 FORMATS = (
     RecordFormat(
         name="verl",
-        decode=partial(beside_text, decode=decode_verl),
+        decode=partial(ids_or_text, decode=decode_verl),
         keys=(("input", "output", "score"), ("input", "output")),
         signs=(
             (
