@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.data.conftest import CHAT_TEMPLATE, build_tokenizer
 from treering.cli.commands import app
 from treering.cli.main import _UsageError, main
-from treering.cli.reference import sections_of
+from treering.cli.settings_help import sections_of
 from treering.config import RlConfig, SftConfig
 
 ROOT = Path(__file__).parents[1]

@@ -1,13 +1,13 @@
 """Writes `docs/settings.md`, every setting of `treering sft` and `treering train`, from their typed sections.
 
-`python tools/settings_page.py` replaces it; `tests/cli/test_reference.py` compares it.
+`python tools/settings_page.py` replaces it; `tests/cli/test_settings_help.py` compares it.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from treering.cli.reference import Section, sections_of, split_by_sharing
+from treering.cli.settings_help import Section, sections_of, split_by_sharing
 from treering.config import RlConfig, SftConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"

@@ -19,7 +19,7 @@ from treering.analysis.replay import replay
 from treering.cli.demo import SIDES, DemoSize, Side, write_config
 from treering.cli.display import PlainConsole, WorkProgress
 from treering.cli.inspect.drafts import read_rollouts
-from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.inspect_options import InspectOptions
 from treering.cli.train import open_training
 from treering.cli.train_report import RlRun
 from treering.config import RlConfig, load

@@ -14,13 +14,13 @@ import pytest
 
 from tests.cli.runs import call
 from treering.cli.commands import app
-from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.inspect_options import InspectOptions
 from treering.cli.main import main
 from treering.cli.simulate import SimulateOptions
 from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
-PLACES = {
-    **{"demo": "demo", "inspect": "inspect.command", "report": "report"},
+MODULES = {
+    **{"demo": "demo", "inspect": "inspect.run_inspect", "report": "report"},
     **{"simulate": "simulation", "sft": "training", "train": "training"},
 }
 SUBCOMMANDS = [each.name or each.callback.__name__ for each in app.registered_commands]
@@ -28,9 +28,9 @@ SUBCOMMANDS = [each.name or each.callback.__name__ for each in app.registered_co
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
     """Replace a subcommand's module by one with this `run`, so that no work is done."""
-    module_name = f"treering.cli.{PLACES[name]}"
+    module_name = f"treering.cli.{MODULES[name]}"
     module = ModuleType(module_name)
-    setattr(module, f"run_{name}" if PLACES[name] == "training" else "run", run)
+    setattr(module, f"run_{name}" if MODULES[name] == "training" else "run", run)
     monkeypatch.setitem(sys.modules, module_name, module)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.models import build
-from treering.cli.serve.command import opened
-from treering.cli.serve.options import ServeOptions
+from treering.cli.serve.run_serve import opened
+from treering.cli.serve.serve_options import ServeOptions
 from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError

@@ -13,7 +13,7 @@ from tests.engine.speculation.scripted_drafts import ScriptedDrafter
 from tests.engine.speculation.test_draft_trees import Truth, right_last, script_of
 from tests.engine.test_torch_engine import assert_same, group_requests, run
 from tests.models import VOCAB, build
-from treering.engine.sampling.reference import sample
+from treering.engine.sampling.torch_sampling import sample
 from treering.engine.torch_engine import TorchEngine
 
 pytestmark = [

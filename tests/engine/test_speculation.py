@@ -13,7 +13,7 @@ from tests.engine.speculation.scripted_drafts import ScriptedDrafter, chain
 from tests.engine.test_torch_engine import assert_same, drafter_of, group_requests, run
 from treering.arrays import Int64Array
 from treering.engine.batch.token_batch import TokenBatch
-from treering.engine.decoder.reference import Decoder
+from treering.engine.decoder.plain_decoder import Decoder
 from treering.engine.speculation import LOAD_S, ObservedCosts, measure, needs_another_round
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget import DraftPrices, VerifyCosts

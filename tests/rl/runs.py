@@ -24,7 +24,7 @@ from treering.rl.loop import EngineFactory, RlLoop
 from treering.rl.step_report import RlStepReport, RolloutLog
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.loop.checkpoint import CheckpointStore, Resumable
-from treering.train.loop.reference import MakeReference
+from treering.train.loop.other_models import MakeReference
 from treering.train.loop.saved_run import METRICS_FILE, open_run, run_steps
 
 STOP = 0

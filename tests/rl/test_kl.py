@@ -15,7 +15,7 @@ from treering.config.optim import OptimOptions
 from treering.engine.protocol import Sampling
 from treering.errors import ConfigError
 from treering.rl.loop import RlLoop
-from treering.train.loop.reference import adapters_off
+from treering.train.loop.other_models import adapters_off
 
 EXACT = 1e-10
 UNCLIPPED = OptimOptions(learning_rate=1e-2, max_grad_norm=0.0)

@@ -26,7 +26,7 @@ from treering.schedule.cluster import Cluster, Latency, Rebalancing, linear_late
 from treering.schedule.migration import Prices
 from treering.schedule.policy import Assignment, AssignmentRequest, SchedulePolicy
 from treering.schedule.predict import LengthPredictor, make_predictor
-from treering.train.loop.reference import MakeReference
+from treering.train.loop.other_models import MakeReference
 
 MAX_BATCH = 3
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from treering.cli.corpus import load_corpus
 from treering.cli.hub import find_folder
-from treering.cli.inspect.command import inspect_files, verdict
 from treering.cli.inspect.file_report import FileReport
-from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.inspect_options import InspectOptions
+from treering.cli.inspect.run_inspect import inspect_files, verdict
 from treering.cli.toml import comments, pair, section
 from treering.config.sft import DataConfig
 from treering.data import FormatName, Template

@@ -13,7 +13,7 @@ from treering.attention.triton import has_triton
 from treering.engine.batch.step import SampleAndVerify, sample_and_verify
 from treering.engine.batch.token_batch import of_sequence
 from treering.engine.decoder.cpu.decoder import CpuDecoder, supports
-from treering.engine.decoder.reference import Decoder, TorchDecoder
+from treering.engine.decoder.plain_decoder import Decoder, TorchDecoder
 from treering.engine.decoder.weights import DecoderWeights
 from treering.engine.kv_cache import KVAllocator, SpanAllocator
 from treering.errors import ConfigError, StateError, UnsupportedError

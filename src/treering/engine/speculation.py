@@ -28,7 +28,7 @@ from treering.engine.batch.step import (
     sample_and_verify,
 )
 from treering.engine.batch.token_batch import TokenBatch
-from treering.engine.decoder.reference import Decoder
+from treering.engine.decoder.plain_decoder import Decoder
 from treering.errors import ConfigError, InputError
 from treering.history.budget import PassTimes, VerifyCosts, non_decreasing
 from treering.history.draft.drafter import Drafter

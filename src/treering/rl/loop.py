@@ -23,7 +23,7 @@ from treering.rl.tasks.task import Task
 from treering.rl.trainer import Trainer
 from treering.train.loop.batches import StepTasks
 from treering.train.loop.checkpoint import Resumable
-from treering.train.loop.reference import MakeReference
+from treering.train.loop.other_models import MakeReference
 from treering.types import PromptId
 
 EngineFactory: TypeAlias = Callable[[Drafter | None, int], Engine]

@@ -28,7 +28,7 @@ from treering.rl.collect import Group
 from treering.train.branch_logprobs import branch_logprobs
 from treering.train.loop.batches import check_ranks
 from treering.train.loop.compute import num_threads, precision, share_batch, tokens_on_ranks
-from treering.train.loop.reference import MakeReference, Reference, check_teacher, distill_objective, needs_copy
+from treering.train.loop.other_models import MakeReference, Reference, check_teacher, distill_objective, needs_copy
 from treering.train.loop.update import Update, Updater, combined
 from treering.train.objective import Objective, Weighting
 from treering.train.objectives import find_objective

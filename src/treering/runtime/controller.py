@@ -29,7 +29,7 @@ from treering.schedule.cluster import Cluster
 from treering.schedule.measured_latency import MeasuredTimes
 from treering.schedule.policy import SchedulePolicy
 from treering.schedule.predict import LengthPredictor
-from treering.train.loop.reference import MakeReference
+from treering.train.loop.other_models import MakeReference
 from treering.train.progress import OnProgress, PhaseProgress
 
 _POLL_S = 1.0

@@ -17,7 +17,7 @@ from treering.rl.environments.episodes import Episode, Run
 from treering.rl.tasks.task import Task
 from treering.rl.trainer import Trained
 from treering.schedule.measured_latency import MeasuredTimes
-from treering.train.loop.reference import MakeReference
+from treering.train.loop.other_models import MakeReference
 
 Work: TypeAlias = Request | Episode
 """Work of a rollout worker: a rollout to sample, or an episode to run."""

@@ -11,7 +11,7 @@ from tests.cli.runs import call as run
 from tests.history.recordings import Line, trajectories
 from treering import metrics
 from treering.cli import run_folder
-from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.inspect_options import InspectOptions
 from treering.config import RlConfig
 from treering.report.rollouts import ROLLOUTS_FOLDER
 from treering.rl.step_report import RolloutLog

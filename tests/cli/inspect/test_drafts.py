@@ -10,7 +10,7 @@ from tests.cli.inspect.runs import call
 from tests.history.recordings import Line, trajectories
 from treering.cli.inspect import drafts as module
 from treering.cli.inspect.drafts import inspect_drafts, run
-from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.inspect_options import InspectOptions
 from treering.config import RlConfig
 from treering.data import write_trajectories
 from treering.history.draft.drafter import Drafter

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests.data.cache.datasets import dataset_of
-from treering.cli.inspect.command import next_command, training_line, verdict
 from treering.cli.inspect.file_report import measure
-from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.inspect_options import InspectOptions
+from treering.cli.inspect.run_inspect import next_command, training_line, verdict
 from treering.data import RenderedTrajectory
 from treering.types import find_shape
 

@@ -10,7 +10,7 @@ from tests.models import build_float64
 from treering.engine.batch.token_batch import of_sequence
 from treering.engine.decoder.cpu import decoder as decoder_cpu
 from treering.engine.decoder.cpu.decoder import CpuDecoder
-from treering.engine.decoder.reference import Decoder
+from treering.engine.decoder.plain_decoder import Decoder
 from treering.engine.decoder.weights import DecoderWeights, read_weights
 from treering.model.tree_model import TreeModel
 

@@ -13,7 +13,7 @@ from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
 from tests.engine.speculation.test_draft_trees import Truth, script_of
 from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
 from tests.models import VOCAB, build
-from treering.engine.decoder.reference import TorchDecoder
+from treering.engine.decoder.plain_decoder import TorchDecoder
 from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import UnsupportedError

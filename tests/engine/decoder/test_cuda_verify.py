@@ -17,7 +17,7 @@ from treering.engine.batch.step import (
 )
 from treering.engine.batch.token_batch import of_sequence
 from treering.engine.sampling.noise import row_key
-from treering.engine.sampling.reference import sample
+from treering.engine.sampling.torch_sampling import sample
 from treering.errors import StateError
 
 gumbel_module = pytest.importorskip("treering.engine.decoder.cuda.verify")

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from treering.arrays import Int32Array, Int64Array
 from treering.engine.sampling.noise import row_key
-from treering.engine.sampling.reference import Repetitions, sample
 from treering.engine.sampling.sample_cpu import verify
+from treering.engine.sampling.torch_sampling import Repetitions, sample
 
 Floats = NDArray[np.floating]
 

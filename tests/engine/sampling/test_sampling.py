@@ -23,7 +23,7 @@ from tests.engine.sampling.sampling_cases import (
 )
 from treering.arrays import Int64Array
 from treering.engine.sampling.noise import uniforms
-from treering.engine.sampling.reference import diverged, sample
+from treering.engine.sampling.torch_sampling import diverged, sample
 from treering.errors import StateError
 
 LOGITS = np.array([1.5, -0.3, 0.7, 0.7, -2.0, 0.1])

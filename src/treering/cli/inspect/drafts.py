@@ -14,7 +14,7 @@ from treering.analysis.recording import Outline, Recorded, RolloutFacts, outline
 from treering.analysis.replay import Drafted, Look, replay
 from treering.cli.data_files import expanded, read_file
 from treering.cli.display import PlainConsole, WorkProgress, figures_table, note_compiling
-from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.inspect_options import InspectOptions
 from treering.data import RenderedTrajectory
 from treering.data.cache.build_dataset import ReadOptions
 from treering.data.cache.dataset import TokenDataset

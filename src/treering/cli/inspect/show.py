@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from treering.cli.display import PlainConsole, WorkProgress
-from treering.cli.inspect.command import open_files
-from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.inspect_options import InspectOptions
+from treering.cli.inspect.run_inspect import open_files
 from treering.data import RenderedTrajectory, TaskId
 from treering.data.cache.build_dataset import num_common
 from treering.data.cache.dataset import TokenDataset

@@ -18,8 +18,8 @@ from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.compiling.lean import kernel, lean
 from treering.engine.batch.rows import BatchState
 from treering.engine.batch.token_batch import PER_TOKEN, TokenBatch
-from treering.engine.sampling.reference import diverged
 from treering.engine.sampling.sample_cpu import verify
+from treering.engine.sampling.torch_sampling import diverged
 from treering.errors import StateError
 from treering.history.types import Drafts
 from treering.types import TokenIds

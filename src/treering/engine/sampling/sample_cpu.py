@@ -15,7 +15,7 @@ import numpy as np
 from treering.arrays import BoolArray, Float32Array, Float64Array, Int32Array, Int64Array
 from treering.compiling.lean import kernel, lean
 from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
-from treering.engine.sampling.reference import MASS_SLACK
+from treering.engine.sampling.torch_sampling import MASS_SLACK
 
 Logits = Float32Array | Float64Array
 

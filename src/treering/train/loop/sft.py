@@ -14,7 +14,7 @@ from treering.ranks.group import RankGroup
 from treering.train.loop.batches import StepTasks, TrainingTask, check_ranks, make_batch, step_size
 from treering.train.loop.checkpoint import Resumable, StepReport
 from treering.train.loop.compute import num_threads, share_batch
-from treering.train.loop.reference import check_teacher, distill_objective
+from treering.train.loop.other_models import check_teacher, distill_objective
 from treering.train.loop.update import Updater
 from treering.train.objective import Objective
 from treering.train.objectives.sft import sft

@@ -29,7 +29,7 @@ from treering.engine.decoder.cuda.device import (
 )
 from treering.engine.decoder.cuda.layers import add_norm, attend, gate, num_parts, rotate_and_write
 from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PagedAllocator
-from treering.engine.decoder.reference import Decoder
+from treering.engine.decoder.plain_decoder import Decoder
 from treering.engine.decoder.weights import DecoderWeights, LayerWeights, Sizes, activation_widths
 
 ROWS_OF_TILES = (16, 64)

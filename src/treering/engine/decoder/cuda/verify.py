@@ -1,8 +1,8 @@
 """Sample and verify draft trees on the device, and fetch the packed result in one copy.
 
-Uses Gumbel-max sampling as `engine.sampling.reference` does, without another [W, V] array: the kernel computes noise
-and probabilities in float64, so tokens equal the reference's up to near-ties. The host waits for the device once per
-step.
+Uses Gumbel-max sampling as `engine.sampling.torch_sampling` does, without another [W, V] array: the kernel computes
+noise and probabilities in float64, so tokens equal the reference's up to near-ties. The host waits for the device once
+per step.
 
     W wanted positions   V vocabulary   N tiles of V   R sampled rows   J most drafts of a row
 """
@@ -21,7 +21,7 @@ from treering.engine.batch.rows import BatchState
 from treering.engine.batch.step import MOST_DRAFTS, DraftTrees, StepInputs, VerifiedTokens
 from treering.engine.decoder.cuda.device import Staging, on_device, to_host
 from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
-from treering.engine.sampling.reference import Repetitions, diverged, sample
+from treering.engine.sampling.torch_sampling import Repetitions, diverged, sample
 
 _TILE = 1024
 

@@ -1,4 +1,4 @@
-"""Options of `treering serve` and their help; `treering.cli.serve.command` does the work."""
+"""Options of `treering serve` and their help; `treering.cli.serve.run_serve` does the work."""
 
 from dataclasses import dataclass
 from pathlib import Path

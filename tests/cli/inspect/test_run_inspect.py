@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.data.cache.datasets import dataset_of
-from treering.cli.inspect.command import inspect_files, run
 from treering.cli.inspect.file_report import FileReport, measure
-from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.inspect_options import InspectOptions
+from treering.cli.inspect.run_inspect import inspect_files, run
 from treering.data import Message, RenderedTrajectory, Trajectory, write_trajectories
 from treering.errors import ConfigError, InputError
 from treering.types import NAMED_SHAPES

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from tools.settings_page import PAGE, as_markdown
 
 from treering.cli.main import main
-from treering.cli.reference import kind_in_words, sections_of
+from treering.cli.settings_help import kind_in_words, sections_of
 from treering.config import Config, RlConfig, SftConfig
 
 COMMANDS = {"sft": SftConfig, "train": RlConfig}

@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.display import PlainConsole, WorkProgress, facts_table, warnings_as_lines
-from treering.cli.eval.options import EvalArguments
+from treering.cli.eval.eval_options import EvalArguments
 from treering.cli.hub import find_folder, find_model
 from treering.cli.messages import only_results_on_stdout
 from treering.cli.models import choose_device, load_checkpoint

@@ -14,7 +14,7 @@ from treering.analysis.tower import read_tower
 from treering.cli.data_files import expanded, read_file, show_build
 from treering.cli.display import PlainConsole, WorkProgress, figures_table, note_compiling
 from treering.cli.inspect.file_report import FileReport, as_table, measure
-from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.inspect_options import InspectOptions
 from treering.data.cache.build_dataset import ReadOptions
 from treering.data.cache.dataset import TokenDataset
 from treering.tree.radix import fill_forest

@@ -1,4 +1,4 @@
-"""Options of `treering eval` and their help; `treering.cli.eval.command` does the work."""
+"""Options of `treering eval` and their help; `treering.cli.eval.run_eval` does the work."""
 
 from dataclasses import dataclass
 from pathlib import Path
