@@ -57,11 +57,10 @@ OPTIONAL = {
 
 # Names that several files or classes have. Both lists only shrink.
 SHARED_FILE_NAMES = {
-    *("adapters", "command", "decoder", "environment", "judge", "layers", "loop", "messages", "metrics"),
-    *("migration", "options", "plugin", "policy", "process", "reader", "reference", "rollouts", "run"),
-    *("scoring", "sft", "step", "teacher", "trainer", "types", "weights"),
+    *("decoder", "environment", "judge", "layers", "loop", "metrics", "plugin", "reader", "scoring", "sft"),
+    *("teacher", "trainer", "weights"),
 }
-SHARED_CLASS_NAMES = {"Trace"}
+SHARED_CLASS_NAMES: set[str] = set()
 
 
 def room_of(module: str) -> str:

@@ -12,7 +12,7 @@ from benchmarks.faults.judge import Verdict
 from benchmarks.faults.processes import child_killed, child_pids, command_of
 from benchmarks.faults.task import SETTINGS, undisturbed
 from treering.rl.environments import Environment, EnvTask
-from treering.rl.environments.policy import Policy
+from treering.rl.environments.policy_calls import Policy
 
 _TASK = """
 [task]

@@ -23,7 +23,7 @@ from treering.cli.inspect.inspect_options import InspectOptions
 from treering.cli.train import open_training
 from treering.cli.train_report import RlRun
 from treering.config import RlConfig, load
-from treering.report.run import read_run
+from treering.report.run_data import read_run
 from treering.rl.step_report import RlStepReport
 
 SIZE = DemoSize(num_prompts=32, prompts_per_step=4, group_size=8, num_epochs=3, max_batch=32)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from treering.engine.torch_engine import TorchEngine as TorchEngine
     from treering.history.draft.drafter import Drafter as Drafter
     from treering.history.draft.request_drafter import RequestDrafter as RequestDrafter
+    from treering.history.draft_types import DraftRows as DraftRows
     from treering.history.store.reader import HistoryReader as HistoryReader
     from treering.history.store.store import HistoryStore as HistoryStore
-    from treering.history.types import DraftRows as DraftRows
     from treering.model.context import tree_attention as tree_attention
     from treering.model.forward import forward as forward
     from treering.model.forward import per_token_logps as per_token_logps
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "DraftRows": "treering.history.types",
+    "DraftRows": "treering.history.draft_types",
     "Drafter": "treering.history.draft.drafter",
     "Forest": "treering.tree.forest",
     "HistoryReader": "treering.history.store.reader",

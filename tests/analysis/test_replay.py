@@ -8,8 +8,8 @@ from tests.history.reference import Row, draft_rows
 from treering.analysis import replay as module
 from treering.analysis.replay import Drafted, replay
 from treering.history.draft.drafter import Drafter
+from treering.history.draft_types import DraftRows, Drafts
 from treering.history.store.store import HistoryStore
-from treering.history.types import DraftRows, Drafts
 
 LOOKS = ("all", "history", "other_prompt", "own")
 

@@ -11,7 +11,7 @@ from treering.cli.inspect.drafts import rollout_files
 from treering.cli.report import find_text, run
 from treering.errors import ConfigError, InputError, StateError
 from treering.files.lock import FileLock
-from treering.report.run import read_run
+from treering.report.run_data import read_run
 
 
 def test_the_page_goes_into_the_folder_or_where_it_is_asked_for(

@@ -18,8 +18,8 @@ from treering.engine.speculation import LOAD_S, ObservedCosts, measure, needs_an
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
+from treering.history.draft_types import DraftRows, Drafts
 from treering.history.store.store import HistoryStore
-from treering.history.types import DraftRows, Drafts
 
 
 class Watching(Drafter):

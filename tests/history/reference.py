@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from treering.history.draft.drafter import Drafter
+from treering.history.draft_types import DraftRows, Drafts
 from treering.history.store.store import HistoryStore
-from treering.history.types import DraftRows, Drafts
 
 MARKER = -1
 ALL_SOURCES = ("history", "siblings", "own", "others")

@@ -14,7 +14,7 @@ from tests.report.folders import CONFIG, group, write_run, write_timeline
 from treering.data import write_trajectories
 from treering.report.content import page_content
 from treering.report.page import as_html
-from treering.report.run import note_start
+from treering.report.run_data import note_start
 
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""

@@ -12,8 +12,8 @@ from treering.cli.sft import write_samples
 from treering.errors import InputError
 from treering.report.content import page_content
 from treering.report.page import as_html
-from treering.report.rollouts import tokens_of
-from treering.report.run import note_start
+from treering.report.rollout_views import tokens_of
+from treering.report.run_data import note_start
 from treering.train.loop.batches import TrainingTask
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.report.folders import CONFIG, group, rollout, write_run
 from treering.data import Trajectory, write_trajectories
 from treering.report.content import bounds_of, draw, token_origins
-from treering.report.rollouts import MAX_DRAWN_TOKENS, choose_prompts, read_newest
+from treering.report.rollout_views import MAX_DRAWN_TOKENS, choose_prompts, read_newest
 from treering.types import ModelShape
 
 SHAPE = ModelShape(

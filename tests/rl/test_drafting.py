@@ -10,7 +10,7 @@ from tests.rl import rollouts
 from treering.config.engine import DraftOptions
 from treering.engine.protocol import Rollout
 from treering.history.budget import VerifyCosts
-from treering.history.types import DraftRows
+from treering.history.draft_types import DraftRows
 from treering.rl.drafting import Drafting
 
 

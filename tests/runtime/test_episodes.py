@@ -24,7 +24,7 @@ from treering.config.loop import RlOptions
 from treering.engine.protocol import Engine, Sampling
 from treering.history.draft.drafter import Drafter
 from treering.rl.environments.environment import EnvironmentTask, EnvTask, Outcome
-from treering.rl.environments.policy import Policy as Asked
+from treering.rl.environments.policy_calls import Policy as Asked
 from treering.rl.loop import RlLoop
 from treering.runtime.controller import PipelineSpec
 from treering.runtime.pipeline import PipelineLoop

@@ -16,7 +16,7 @@ from tests.runtime.test_pipeline import Result, assert_same, rows_of, run
 from treering.engine.protocol import Rollout, RolloutKey
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
-from treering.runtime.migration import Held, choose_move
+from treering.runtime.moves import Held, choose_move
 from treering.runtime.open_step import OpenStep
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.migration import MAX_MOVES

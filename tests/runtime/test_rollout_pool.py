@@ -17,7 +17,7 @@ from treering.runtime.messages import (
     SampleRequests,
     WorkerSettings,
 )
-from treering.runtime.migration import Move
+from treering.runtime.moves import Move
 from treering.runtime.open_step import OpenStep
 from treering.runtime.rollout_pool import RolloutPool
 from treering.runtime.weights import WeightStore

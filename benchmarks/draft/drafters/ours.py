@@ -15,7 +15,7 @@ from treering.analysis.recording import Recorded
 from treering.analysis.replay import ReplayRows
 from treering.arrays import Int64Array
 from treering.history.draft.acceptance import ReliabilityBin
-from treering.history.types import Drafts
+from treering.history.draft_types import Drafts
 
 OURS: dict[str, dict[str, Any]] = {
     "treering": {"shape": "tree"},

@@ -8,8 +8,8 @@ import numpy as np
 
 from treering.history.budget import VerifyCosts
 from treering.history.draft.drafter import Drafter
+from treering.history.draft_types import DraftRows, Drafts
 from treering.history.store.store import HistoryStore
-from treering.history.types import DraftRows, Drafts
 from treering.types import PromptId, TokenIds
 
 

@@ -14,9 +14,9 @@ from treering.analysis.recording import Recorded, other_prompts
 from treering.arrays import Int8Array, Int32Array, Int64Array
 from treering.compiling.lean import kernel
 from treering.history.draft.drafter import Drafter
+from treering.history.draft_types import DraftRows
 from treering.history.features import Source
 from treering.history.store.store import HistoryStore
-from treering.history.types import DraftRows
 
 Look = Literal["all", "history", "other_prompt", "own"]
 """Sources that a replayed rollout may draft from. all: the drafter's setting. history: the prompt's earlier epochs and

@@ -42,7 +42,7 @@ from treering.files.writing import write_text, writing
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import propose
 from treering.history.store.store import HistoryStore
-from treering.report.run import LOCK_FILE
+from treering.report.run_data import LOCK_FILE
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.sums import ChainedSums
 from treering.train.loop.checkpoint import num_tensor_bytes, raising_disk_errors

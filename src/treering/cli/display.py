@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treering import metrics
-from treering.report.run import number
+from treering.report.run_data import number
 
 if TYPE_CHECKING:
     # These import torch.

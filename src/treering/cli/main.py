@@ -13,9 +13,9 @@ from typing import Any
 import typer
 
 from treering.cli.commands import app
-from treering.cli.messages import in_words_of, notes_on_stderr
 from treering.cli.ranks import num_started, speaks_of_end
 from treering.cli.signals import describe, ended_by_signals, exit_code, leave, leave_at_once
+from treering.cli.user_messages import in_words_of, notes_on_stderr
 from treering.errors import Interrupted, TreeringError
 from treering.files.writing import FULL
 

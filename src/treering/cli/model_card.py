@@ -8,7 +8,7 @@ from treering import metrics
 from treering.cli.toml import pair, section
 from treering.errors import TreeringError
 from treering.extras import versions_of
-from treering.report.run import Row, RunData, figures, held_out, number, read_run, section_of, total
+from treering.report.run_data import Row, RunData, figures, held_out, number, read_run, section_of, total
 
 _HERE = "path/to/this/folder"
 _PACKAGES = ("treering", "torch", "transformers", "peft", "vllm")

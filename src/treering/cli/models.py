@@ -28,7 +28,7 @@ from treering.errors import ConfigError, InputError
 from treering.extras import require
 from treering.families import IMAGE_FAMILIES
 from treering.files.writing import read_object
-from treering.train.loop.adapters import ADAPTER_CONFIG_FILE, add_lora
+from treering.train.loop.lora_adapters import ADAPTER_CONFIG_FILE, add_lora
 
 # In the order in which transformers looks for them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

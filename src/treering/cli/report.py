@@ -16,7 +16,7 @@ from treering.files.writing import check_regular, write_file, write_text, writin
 from treering.history.draft.kernel import propose
 from treering.report.content import CHECKPOINTS_FOLDER, TextOf, mean_advantage, page_content
 from treering.report.page import as_html
-from treering.report.run import RunData, is_training, read_runs, section_of
+from treering.report.run_data import RunData, is_training, read_runs, section_of
 
 PAGE_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"

@@ -16,8 +16,8 @@ from treering.errors import StateError
 from treering.files.lock import FileLock
 from treering.files.writing import check_regular, writing
 from treering.metrics import JsonlSink, Sink
-from treering.report.rollouts import ROLLOUTS_FOLDER, SAMPLES_FILE
-from treering.report.run import CONFIG_FILE, LOCK_FILE, STARTS_FILE, TIMELINE_FILE
+from treering.report.rollout_views import ROLLOUTS_FOLDER, SAMPLES_FILE
+from treering.report.run_data import CONFIG_FILE, LOCK_FILE, STARTS_FILE, TIMELINE_FILE
 from treering.trackers import TENSORBOARD_FOLDER, TRACKERS_FILE, TrackerSink
 from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE, Opened, write_json
 
@@ -97,7 +97,7 @@ def _check_names(folder: Path) -> None:
 
 
 @contextmanager
-def printed_warnings(console: Console) -> Iterator[None]:
+def user_messages(console: Console) -> Iterator[None]:
     """Print the block's warnings, such as those about damaged checkpoints and logs, as plain lines."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)

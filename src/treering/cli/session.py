@@ -22,7 +22,7 @@ from treering.cli.display import RunDisplay, SavingNote
 from treering.cli.hub import find_model, is_hub_id, search_folders
 from treering.cli.model_card import model_card
 from treering.cli.ranks import is_first, joined
-from treering.cli.run_folder import HISTORY_FOLDER, locked, open_sinks, printed_warnings, write_settings
+from treering.cli.run_folder import HISTORY_FOLDER, locked, open_sinks, user_messages, write_settings
 from treering.cli.signals import deferred_to
 from treering.config import Config, RlConfig, SftConfig
 from treering.config.model import ModelConfig
@@ -37,13 +37,13 @@ from treering.files.writing import writing
 from treering.metrics import Metrics
 from treering.model.context import tree_attention
 from treering.ranks.group import RankGroup, all_ranks
-from treering.report.run import CONFIG_FILE, STARTS_FILE, note_start
+from treering.report.run_data import CONFIG_FILE, STARTS_FILE, note_start
 from treering.rl.tasks.text_tokens import TextTokens
-from treering.train.loop.adapters import base_checksum
 from treering.train.loop.batches import StepTasks
 from treering.train.loop.checkpoint import CheckpointStore, Identity, ReportT, Resumable
 from treering.train.loop.compute import precision
 from treering.train.loop.held_out import Evaluation, Measure, best_step
+from treering.train.loop.lora_adapters import base_checksum
 from treering.train.loop.saved_run import (
     CHECKPOINTS_FOLDER,
     METRICS_FILE,
@@ -410,7 +410,7 @@ class TrainingRun(Generic[ReportT]):
 
     def open(self) -> None:
         """Open a new run, or load the newest checkpoint; name damaged ones on the console."""
-        with printed_warnings(self.console):
+        with user_messages(self.console):
             self.opened = open_run(self.config.run.dir, self.loop, self.checkpoints)
         if self.checkpoints.group.rank == 0 and self.opened.step < self.num_steps:
             self.print_lines(self.checkpoints.check_space(self.loop.model))
@@ -446,7 +446,7 @@ class TrainingRun(Generic[ReportT]):
         if self.checkpoints.group.rank > 0:
             return Metrics([])
         settings = self.config.model_dump(mode="json")
-        with printed_warnings(self.console):
+        with user_messages(self.console):
             return Metrics(open_sinks(self.config.metrics, self.config.run.dir, self.opened, settings))
 
     def begin(

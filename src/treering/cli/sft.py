@@ -33,8 +33,8 @@ from treering.config import SftConfig
 from treering.data import Trajectory, write_trajectories
 from treering.errors import plural
 from treering.ranks.group import RankGroup
-from treering.report.rollouts import MAX_DRAWN_PROMPTS, MAX_DRAWN_TOKENS, SAMPLES_FILE
-from treering.report.run import Row, held_out
+from treering.report.rollout_views import MAX_DRAWN_PROMPTS, MAX_DRAWN_TOKENS, SAMPLES_FILE
+from treering.report.run_data import Row, held_out
 from treering.train.loop.batches import TrainingTask, step_size
 from treering.train.loop.checkpoint import NAME, StepReport, checkpoint_path
 from treering.train.loop.compute import shard_model

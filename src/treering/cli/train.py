@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.display import note_compiling, note_doing
 from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher, tokenizer_note
-from treering.cli.run_folder import WARMUP_FOLDER, printed_warnings
+from treering.cli.run_folder import WARMUP_FOLDER, user_messages
 from treering.cli.session import (
     RunLength,
     TrainingRun,
@@ -326,7 +326,7 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
             warm_up(config, model, group, console)
         metrics, on_step = stack.enter_context(run.metrics()), None
         if group.rank == 0:
-            with printed_warnings(console):
+            with user_messages(console):
                 on_step = step_logs(run, metrics, stack)
         # Evaluation runs in this process, even if the loop has workers.
         policy = loop.policy if isinstance(loop, RlLoop) else lambda: loop.model

@@ -38,10 +38,10 @@ from treering.rl.sampler import check_contexts
 from treering.rl.tasks.prompts_file import ChosenPrompts
 from treering.rl.tasks.task import prompt_id_of
 from treering.schedule.cluster import STANDARD, Cluster
-from treering.train.loop.adapters import weights_checksum
 from treering.train.loop.checkpoint import NAME
 from treering.train.loop.compute import fitting_threads
 from treering.train.loop.held_out import Measure
+from treering.train.loop.lora_adapters import weights_checksum
 from treering.train.progress import OnProgress
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from treering.errors import plural
 from treering.files.step_lines import append, reopen
 from treering.files.writing import check_regular, writing
 from treering.metrics import Completion, Metrics, num_logged
-from treering.report.rollouts import ROLLOUTS_FOLDER
-from treering.report.run import TIMELINE_FILE, Row, held_out
+from treering.report.rollout_views import ROLLOUTS_FOLDER
+from treering.report.run_data import TIMELINE_FILE, Row, held_out
 from treering.rl.loop import RlLoop
 from treering.rl.step_report import RlStepReport, RolloutLog, total_stats
 from treering.rl.tasks.sums import SumTask

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from treering.cli.display import LogConsole, PlainConsole, warnings_as_lines
-from treering.cli.messages import only_results_on_stdout
 from treering.cli.ranks import is_first, num_started
 from treering.cli.signals import advising
+from treering.cli.user_messages import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load
 from treering.config.record import read_toml
 from treering.config.run import RunConfig
 from treering.errors import ConfigError
-from treering.report.run import CONFIG_FILE
+from treering.report.run_data import CONFIG_FILE
 
 ConfigT = TypeVar("ConfigT", SftConfig, RlConfig)
 

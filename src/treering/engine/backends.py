@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from treering.attention.triton import has_triton
-from treering.engine.batch.step import SampleAndVerify, sample_and_verify
+from treering.engine.batch.step_inputs import SampleAndVerify, sample_and_verify
 from treering.engine.batch.token_batch import of_sequence
 from treering.engine.decoder.cpu.decoder import CpuDecoder, supports
 from treering.engine.decoder.plain_decoder import Decoder, TorchDecoder
@@ -41,7 +41,7 @@ class BackendParts(NamedTuple):
     allocator: KVAllocator
     """Allocates the decoder's slots."""
     sampler: SampleAndVerify
-    """Samples as `treering.engine.batch.step.sample_and_verify` does."""
+    """Samples as `treering.engine.batch.step_inputs.sample_and_verify` does."""
     name: str
     """Backend and device; for "auto" also why a faster one was not chosen."""
 

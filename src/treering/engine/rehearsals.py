@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Int64Array
 from treering.engine.batch.rows import Table
-from treering.engine.batch.step import CommittedTokens, DraftTrees
+from treering.engine.batch.step_inputs import CommittedTokens, DraftTrees
 from treering.engine.kv_cache import count_common
 from treering.engine.protocol import Request, Rollout, RolloutKey
 from treering.types import TokenIds

@@ -15,7 +15,7 @@ import numpy as np
 
 from treering.arrays import BoolArray, Int64Array
 from treering.engine.batch.rows import Table, make_columns
-from treering.engine.batch.step import (
+from treering.engine.batch.step_inputs import (
     NOT_FINISHED,
     CommittedTokens,
     DraftTrees,
@@ -32,7 +32,7 @@ from treering.engine.decoder.plain_decoder import Decoder
 from treering.errors import ConfigError, InputError
 from treering.history.budget import PassTimes, VerifyCosts, non_decreasing
 from treering.history.draft.drafter import Drafter
-from treering.history.types import DraftRows, Drafts
+from treering.history.draft_types import DraftRows, Drafts
 
 Costs = Literal["measured", "none"]
 """Source of the drafter's pass costs. measured: measured here before the first pass, unless the drafter has costs.

@@ -15,7 +15,7 @@ from treering.arrays import Int64Array
 from treering.engine.admission import Admission, EngineSettings
 from treering.engine.backends import Backend, check_decoder, make_backend
 from treering.engine.batch.rows import Table
-from treering.engine.batch.step import (
+from treering.engine.batch.step_inputs import (
     NOT_FINISHED,
     STOPPED,
     CommittedTokens,

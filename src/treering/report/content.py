@@ -18,7 +18,7 @@ from treering.data import Trajectory, render
 from treering.data.trajectory import EpisodePart
 from treering.errors import InputError, TreeringError
 from treering.history.features import SOURCES
-from treering.report.rollouts import (
+from treering.report.rollout_views import (
     MAX_DRAWN_TOKENS,
     Rollouts,
     choose_prompts,
@@ -27,7 +27,7 @@ from treering.report.rollouts import (
     read_samples,
     tokens_of,
 )
-from treering.report.run import (
+from treering.report.run_data import (
     METRICS_FILE,
     RunData,
     account,

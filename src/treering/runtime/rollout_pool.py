@@ -19,7 +19,7 @@ from treering.runtime.messages import (
     Work,
     WorkerSettings,
 )
-from treering.runtime.migration import choose_move
+from treering.runtime.moves import choose_move
 from treering.runtime.open_step import OpenStep
 from treering.runtime.process import Actors, RunProcess
 from treering.runtime.rollout_worker import EpisodeWorker, RolloutWorker

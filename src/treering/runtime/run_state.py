@@ -18,7 +18,7 @@ from treering.rl.tasks.task import Prompt, Task
 from treering.rl.trainer import Trained
 from treering.runtime.account import Account
 from treering.runtime.controller import FinishedStep, PipelineSpec
-from treering.runtime.migration import prices_of
+from treering.runtime.moves import prices_of
 from treering.runtime.open_step import OpenStep
 from treering.runtime.scheduling import StepScheduler
 from treering.schedule.cluster import Latency

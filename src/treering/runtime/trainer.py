@@ -29,9 +29,9 @@ from treering.runtime.messages import (
 )
 from treering.runtime.process import Actors, RunProcess
 from treering.runtime.weights import Weights, WeightStore, load_weights, model_tensors, weights_of
-from treering.train.loop.adapters import has_adapter
 from treering.train.loop.checkpoint import random_state, set_random_state
 from treering.train.loop.compute import shard_model
+from treering.train.loop.lora_adapters import has_adapter
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Environment variables that set the network interface of torch's backends."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from treering.errors import StateError
 from treering.runtime.process import Actors
-from treering.train.loop.adapters import adapter_tensors, has_adapter
+from treering.train.loop.lora_adapters import adapter_tensors, has_adapter
 
 Weights: TypeAlias = Mapping[str, NDArray[np.uint8]]
 """Bytes of a model's tensors by name, tied ones once; numpy lacks bfloat16 and other types of torch."""

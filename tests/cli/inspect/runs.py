@@ -13,7 +13,7 @@ from treering import metrics
 from treering.cli import run_folder
 from treering.cli.inspect.inspect_options import InspectOptions
 from treering.config import RlConfig
-from treering.report.rollouts import ROLLOUTS_FOLDER
+from treering.report.rollout_views import ROLLOUTS_FOLDER
 from treering.rl.step_report import RolloutLog
 
 NUM_PROMPTS = 8

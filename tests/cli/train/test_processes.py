@@ -13,7 +13,7 @@ from treering.cli.train_report import times_of
 from treering.config.runtime import Schedule
 from treering.data import read_trajectories
 from treering.errors import StateError
-from treering.report.run import read_timeline
+from treering.report.run_data import read_timeline
 from treering.schedule.cluster import Latency, linear_latency
 from treering.schedule.histopipe import POLICIES
 

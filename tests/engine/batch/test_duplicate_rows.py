@@ -10,7 +10,7 @@ from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
 from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
 from tests.models import VOCAB
 from treering.engine.batch.rows import BatchState, make_columns
-from treering.engine.batch.step import leaders_of
+from treering.engine.batch.step_inputs import leaders_of
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine

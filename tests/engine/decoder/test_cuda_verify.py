@@ -7,7 +7,7 @@ import torch
 from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY
 from tests.engine.speculation.scripted_drafts import make_drafts
 from treering.engine.batch.rows import BatchState, make_columns
-from treering.engine.batch.step import (
+from treering.engine.batch.step_inputs import (
     MOST_DRAFTS,
     DraftTrees,
     StepInputs,

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY, batch_of
 from tests.models import VOCAB, build
 from treering.engine.batch.rows import make_columns
-from treering.engine.batch.step import StepInputs, no_drafts
+from treering.engine.batch.step_inputs import StepInputs, no_drafts
 from treering.engine.batch.token_batch import of_sequence
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")

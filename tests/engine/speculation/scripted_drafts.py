@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from treering.history.draft.drafter import Drafter
+from treering.history.draft_types import DraftRows, Drafts
 from treering.history.store.store import HistoryStore
-from treering.history.types import DraftRows, Drafts
 
 Tree = tuple[Sequence[int], Sequence[int]]
 """Tokens and their parents."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import Script, ScriptedDrafter, Tree, chain, make_drafts
 from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
 from tests.models import VOCAB, build, build_float64
-from treering.engine.batch.step import MOST_DRAFTS, clip_drafts, count_accepted
+from treering.engine.batch.step_inputs import MOST_DRAFTS, clip_drafts, count_accepted
 from treering.engine.batch.token_batch import PER_TOKEN, TokenBatch, of_sequence
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import StateError

@@ -25,6 +25,7 @@ from treering.history.draft.acceptance import (
     mark,
 )
 from treering.history.draft.drafter import Drafter
+from treering.history.draft_types import DraftRows
 from treering.history.features import (
     ACCEPTED,
     FIRST,
@@ -39,7 +40,6 @@ from treering.history.features import (
     hash_of,
 )
 from treering.history.match.running_rows import RowStates
-from treering.history.types import DraftRows
 
 ROW = Row(rollout=(1,))
 STOP = 9

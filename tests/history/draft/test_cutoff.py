@@ -15,8 +15,8 @@ from treering.history.budget import Backoff, DraftController, DraftPrices, Verif
 from treering.history.draft.acceptance import OFFSET
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import BINS, ROWS_PER_PROBE, Output, cut
+from treering.history.draft_types import DraftRows, Drafts
 from treering.history.features import FIRST, NO_DRAFT, NUM_KINDS, NUM_SOURCES, NUM_VOTES
-from treering.history.types import DraftRows, Drafts
 
 # A pass takes 1 s for one token and 0.1 s for each further token.
 SIZES, SECONDS = np.array([1, 101]), np.array([1.0, 11.0])

@@ -21,9 +21,9 @@ from tests.history.reference import (
 )
 from treering.errors import ConfigError, InputError, StateError
 from treering.history.draft.drafter import Drafter
+from treering.history.draft_types import DraftRows, Drafts
 from treering.history.features import FIRST, SOURCES
 from treering.history.store.store import HistoryStore
-from treering.history.types import DraftRows, Drafts
 
 TOKENS = st.integers(0, 2)
 ROLLOUT = st.lists(TOKENS, max_size=9)

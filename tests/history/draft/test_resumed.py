@@ -16,9 +16,9 @@ import pytest
 from tests.history.reference import Row, draft_rows, walk
 from treering.history.budget import VerifyCosts
 from treering.history.draft.drafter import Drafter
+from treering.history.draft_types import Drafts
 from treering.history.store import store as store_module
 from treering.history.store.store import HistoryStore
-from treering.history.types import Drafts
 
 LIMITS = {"max_bytes": 3000, "max_epochs": 2}
 NUM_STEPS = 6

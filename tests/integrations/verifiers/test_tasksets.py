@@ -13,7 +13,7 @@ from tests.rl.environments.worlds import TURN_END
 from treering.errors import ConfigError
 from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.collect import Collected
-from treering.rl.environments.policy import Session
+from treering.rl.environments.policy_calls import Session
 
 pytestmark = [pytest.mark.usefixtures("_tasksets"), pytest.mark.timeout(300)]
 

@@ -10,9 +10,9 @@ import pytest
 from treering.data.rendering.call_formats import PlainFormat
 from treering.data.trajectory import ToolCall
 from treering.errors import ConfigError, InputError
-from treering.rl.environments.adapters import StepEnvironment, ToolEnvironment, tool_schema
 from treering.rl.environments.environment import Environment, EnvTask, find_environment
-from treering.rl.environments.policy import ContextFullError, Reply
+from treering.rl.environments.library_tools import StepEnvironment, ToolEnvironment, tool_schema
+from treering.rl.environments.policy_calls import ContextFullError, Reply
 
 
 class Spoken:

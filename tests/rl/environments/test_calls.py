@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.rl.rollouts import rollout_of
-from treering.rl.environments.policy import Branch, Call, branches_of
+from treering.rl.environments.policy_calls import Branch, Call, branches_of
 
 
 def call_of(number: int, context: list[int], tokens: list[int], version: int = 0) -> Call:

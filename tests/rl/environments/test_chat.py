@@ -15,7 +15,6 @@ from treering.data.trajectory import ToolCall
 from treering.engine.host import EngineHost
 from treering.engine.protocol import Request, Sampling
 from treering.errors import UnsupportedError
-from treering.rl.environments.adapters import StepEnvironment, ToolEnvironment
 from treering.rl.environments.chat import (
     BYTES_FOLDER,
     ChatMemory,
@@ -26,7 +25,8 @@ from treering.rl.environments.chat import (
     short_id,
 )
 from treering.rl.environments.environment import Environment, EnvTask
-from treering.rl.environments.policy import CallLimits, Policy, Session
+from treering.rl.environments.library_tools import StepEnvironment, ToolEnvironment
+from treering.rl.environments.policy_calls import CallLimits, Policy, Session
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 CALL = '{"name": "add", "arguments": {"a": 1}}'

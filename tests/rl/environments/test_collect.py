@@ -43,7 +43,7 @@ from treering.rl.environments import episodes
 from treering.rl.environments.collect_episodes import check_failures, collect_episodes
 from treering.rl.environments.environment import EnvTask, Outcome
 from treering.rl.environments.episodes import EpisodeLoop
-from treering.rl.environments.policy import ContextFullError, Policy
+from treering.rl.environments.policy_calls import ContextFullError, Policy
 from treering.tree.forest import Forest
 
 

@@ -16,7 +16,7 @@ from treering.errors import StateError
 from treering.ranks.group import RankGroup
 from treering.rl.collect import Collected
 from treering.rl.environments.environment import EnvTask, Outcome
-from treering.rl.environments.policy import Policy
+from treering.rl.environments.policy_calls import Policy
 from treering.rl.evaluation import EvalOptions, HeldOutRewards
 from treering.rl.sampler import Sampler
 from treering.rl.step_report import as_trajectories, rollout_report

@@ -12,7 +12,7 @@ from treering.rl.batch import make_rl_batch
 from treering.rl.environments.collect_episodes import EpisodeCollection
 from treering.rl.environments.environment import EnvTask
 from treering.rl.environments.episodes import Episodes
-from treering.rl.environments.policy import Policy
+from treering.rl.environments.policy_calls import Policy
 
 NUM_TURNS = 3
 

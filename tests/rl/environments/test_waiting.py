@@ -11,7 +11,7 @@ from tests.rl.environments.worlds import WORLDS, World, collect, engine_of, mode
 from treering.data import append_trajectories, read_trajectories
 from treering.rl.environments.collect_episodes import EpisodeForecast
 from treering.rl.environments.environment import EnvTask
-from treering.rl.environments.policy import Policy, TurnClock
+from treering.rl.environments.policy_calls import Policy, TurnClock
 from treering.rl.step_report import as_trajectories
 from treering.schedule.rollout_logs import read_log
 

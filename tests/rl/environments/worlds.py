@@ -14,7 +14,7 @@ from treering.rl.collect import Collected
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
 from treering.rl.environments.collect_episodes import collect_episodes
 from treering.rl.environments.environment import Environment, EnvironmentTask, EnvTask, EpisodeOptions, Outcome
-from treering.rl.environments.policy import Call, Policy, Session
+from treering.rl.environments.policy_calls import Call, Policy, Session
 
 VOCAB = 258
 TURN_END = 257

@@ -16,7 +16,7 @@ from treering.errors import ConfigError, UnsupportedError
 from treering.model.forward import forward
 from treering.model.layers import enable_gradient_checkpointing
 from treering.objectives import sft
-from treering.train.loop.adapters import adapter_tensors, add_lora, base_checksum, save_adapter
+from treering.train.loop.lora_adapters import adapter_tensors, add_lora, base_checksum, save_adapter
 from treering.train.step import backward
 from treering.tree.forest import Forest
 

@@ -15,15 +15,15 @@ from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.display import PlainConsole, WorkProgress, facts_table, warnings_as_lines
 from treering.cli.eval.eval_options import EvalArguments
 from treering.cli.hub import find_folder, find_model
-from treering.cli.messages import only_results_on_stdout
 from treering.cli.models import choose_device, load_checkpoint
 from treering.cli.sft import read_files, split_corpus
 from treering.cli.train_engine import load_held_out, measure_rewards
+from treering.cli.user_messages import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load
 from treering.config.record import load_written
 from treering.errors import ConfigError, InputError, StateError
 from treering.files.writing import read_facts, read_object
-from treering.report.run import CONFIG_FILE
+from treering.report.run_data import CONFIG_FILE
 from treering.train.loop.checkpoint import CHECKPOINT_NAME
 from treering.train.loop.held_out import HeldOutLoss, Measure
 from treering.train.loop.saved_run import CHECKPOINTS_FOLDER

@@ -24,8 +24,8 @@ from treering.errors import InputError
 from treering.history.draft.drafter import MIN_ACCEPTANCE
 from treering.history.draft.kernel import propose
 from treering.report.content import drafter_settings, num_history_epochs
-from treering.report.rollouts import ROLLOUTS_FOLDER
-from treering.report.run import CONFIG_FILE, METRICS_FILE, RunData, by_epoch, read_run
+from treering.report.rollout_views import ROLLOUTS_FOLDER
+from treering.report.run_data import CONFIG_FILE, METRICS_FILE, RunData, by_epoch, read_run
 
 REPLAY_TOKENS = 1 << 18
 """Sampled tokens replayed without `--max-rollouts`, roughly; at worst some 30,000 per second."""

@@ -27,7 +27,7 @@ from treering.rl.model_samplers import EngineOptions
 from treering.rl.tasks.text_tokens import StopToken, TextTokens, find_stop_tokens
 from treering.serving import HostSampler, Server, ServerSettings
 from treering.serving.tinker.routes import TinkerOptions, TinkerRoutes
-from treering.train.loop.adapters import has_adapter
+from treering.train.loop.lora_adapters import has_adapter
 
 KEY_VARIABLE = "TREERING_API_KEY"
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from treering.arrays import BoolArray, Float32Array, Float64Array, Int32Array, Int64Array
 from treering.compiling.lean import lean
 from treering.errors import InputError, StateError
+from treering.history.draft_types import DraftRows, Drafts
 from treering.history.features import (
     ACCEPTED,
     NOT_TRIED,
@@ -28,7 +29,6 @@ from treering.history.features import (
 )
 from treering.history.jit import stamped
 from treering.history.match.running_rows import RowStates
-from treering.history.types import DraftRows, Drafts
 
 SHARES = (0.7, 0.1, 0.1, 0.1, 0.1, 0.2)
 """Weights of a candidate's vote shares: among all matches, in each of four sources, among the longest matches."""

@@ -26,11 +26,11 @@ from treering.history.draft.acceptance import (
 )
 from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, Output, propose
 from treering.history.draft.tree import MAX_NODES, Model
+from treering.history.draft_types import DraftRows, Drafts, contradiction, no_drafts
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source, sources_of
 from treering.history.match.sources import Rows, SearchState, SourceGate
 from treering.history.store.reader import SnapshotSource
 from treering.history.store.store import HistoryStore
-from treering.history.types import DraftRows, Drafts, contradiction, no_drafts
 from treering.types import is_count
 
 MIN_ACCEPTANCE = 0.018

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.errors import ConfigError, InputError
 from treering.history.draft.drafter import Drafter
-from treering.history.types import DraftRows, Drafts
+from treering.history.draft_types import DraftRows, Drafts
 from treering.types import PromptId
 
 _MANY_GROUPS = 1 << 14

@@ -15,9 +15,9 @@ import numpy as np
 
 from treering.arrays import Int64Array
 from treering.compiling.lean import lean
+from treering.history.draft_types import DraftRows, check_counts
 from treering.history.features import NOT_TRIED
 from treering.history.match.running import UNIT, Running, make_hash_chains
-from treering.history.types import DraftRows, check_counts
 
 
 class RowStates(NamedTuple):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.compiling.lean import lean
+from treering.history.draft_types import DraftRows
 from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS, sources_of
 from treering.history.match.matches import Matches, longest_of
 from treering.history.match.published import (
@@ -28,7 +29,6 @@ from treering.history.match.published import (
 from treering.history.match.running import Running, find_in_group, find_in_other_groups
 from treering.history.match.running_rows import RowChange, RowStates, RunningRows, update_state
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.types import DraftRows
 from treering.types import PromptId
 
 _QUERY_S = 1.5e-6

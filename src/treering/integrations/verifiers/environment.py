@@ -24,9 +24,9 @@ from treering.data.formats.adapters.verifiers import decode_trace
 from treering.engine.protocol import Rollout, Sampling
 from treering.errors import InputError, StateError
 from treering.extras import require
-from treering.integrations.verifiers.process import WorkerProcess, worker_command
+from treering.integrations.verifiers.worker_process import WorkerProcess, worker_command
 from treering.rl.environments.environment import Environment, EnvTask, Outcome
-from treering.rl.environments.policy import Call, Policy, Session
+from treering.rl.environments.policy_calls import Call, Policy, Session
 from treering.serving.bodies import Asked
 from treering.serving.server import Caller, Server, ServerSettings
 from treering.serving.stream import WatchAnswer

@@ -13,7 +13,7 @@ from treering.config.rl_task import EpisodeOptions as EpisodeOptions
 from treering.engine.protocol import Rollout
 from treering.errors import ConfigError, InputError, UnsupportedError
 from treering.rl.environments.chat import ChatTokens
-from treering.rl.environments.policy import Policy
+from treering.rl.environments.policy_calls import Policy
 from treering.rl.tasks.task import Prompt, RewardValue, Task, checked_reward
 from treering.rl.tasks.text_tokens import find_stop_tokens
 from treering.rl.user_code import contained, in_words, load_own

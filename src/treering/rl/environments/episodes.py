@@ -26,7 +26,15 @@ from treering.engine.protocol import Engine, Rollout, RolloutKey, Sampling
 from treering.errors import StateError
 from treering.rl.collect import whose
 from treering.rl.environments.environment import EnvironmentTask, Outcome, as_outcome
-from treering.rl.environments.policy import Branch, CallLimits, Policy, Session, SharedTurns, TurnClock, branches_of
+from treering.rl.environments.policy_calls import (
+    Branch,
+    CallLimits,
+    Policy,
+    Session,
+    SharedTurns,
+    TurnClock,
+    branches_of,
+)
 from treering.rl.user_code import in_words, location_of_frame
 from treering.types import PromptId, TokenIds
 

@@ -38,7 +38,7 @@ from treering.ranks.sharded_state import (
     whole_state_dict,
     write_shards,
 )
-from treering.train.loop.adapters import adapter_tensors, has_adapter, save_adapter
+from treering.train.loop.lora_adapters import adapter_tensors, has_adapter, save_adapter
 from treering.train.loop.update import Update
 from treering.train.progress import OnProgress
 

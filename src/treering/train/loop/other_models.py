@@ -14,9 +14,9 @@ from treering.errors import ConfigError
 from treering.model.checks import check_whole
 from treering.model.tree_model import TreeModel
 from treering.train.branch_logprobs import branch_logprobs
-from treering.train.loop.adapters import has_adapter
 from treering.train.loop.batches import StepBatch
 from treering.train.loop.compute import precision, tokens_on_ranks
+from treering.train.loop.lora_adapters import has_adapter
 from treering.train.objective import Objective
 from treering.train.objectives.distill import distill
 from treering.train.objectives.sft import sft

@@ -22,8 +22,8 @@ from treering.arrays import Int32Array, Int64Array
 from treering.config.lora import LoraOptions
 from treering.errors import InputError, StateError
 from treering.files.writing import writing
-from treering.train.loop.adapters import adapter_tensors, add_lora, has_adapter, save_adapter, weights_checksum
 from treering.train.loop.checkpoint import load_weights, num_tensor_bytes, raising_disk_errors
+from treering.train.loop.lora_adapters import adapter_tensors, add_lora, has_adapter, save_adapter, weights_checksum
 from treering.train.target_losses import LossKind, Numbers
 from treering.train.targets import TargetScores, score_targets
 

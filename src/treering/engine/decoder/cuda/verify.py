@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treering.arrays import Int64Array
 from treering.engine.batch.rows import BatchState
-from treering.engine.batch.step import MOST_DRAFTS, DraftTrees, StepInputs, VerifiedTokens
+from treering.engine.batch.step_inputs import MOST_DRAFTS, DraftTrees, StepInputs, VerifiedTokens
 from treering.engine.decoder.cuda.device import Staging, on_device, to_host
 from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
 from treering.engine.sampling.torch_sampling import Repetitions, diverged, sample
@@ -231,7 +231,7 @@ class DeviceSampler:
     def sample_and_verify(
         self, logits: Tensor, inputs: StepInputs, columns: BatchState, drafts: DraftTrees
     ) -> VerifiedTokens:
-        """Sample and verify as `treering.engine.batch.step.sample_and_verify` does."""
+        """Sample and verify as `treering.engine.batch.step_inputs.sample_and_verify` does."""
         rows, leaders = inputs.rows, inputs.leaders
         num_drafts = drafts.offsets[leaders + 1] - drafts.offsets[leaders]
         most = int(num_drafts.max(initial=0))

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 from treering.data.trajectory import ToolCall
 from treering.errors import ContextFullError, InputError
 from treering.rl.environments.environment import Environment, EnvTask, Outcome
-from treering.rl.environments.policy import Policy
+from treering.rl.environments.policy_calls import Policy
 
 _JSON_TYPES: Mapping[Any, str] = types.MappingProxyType(
     {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}

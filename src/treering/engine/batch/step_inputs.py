@@ -21,7 +21,7 @@ from treering.engine.batch.token_batch import PER_TOKEN, TokenBatch
 from treering.engine.sampling.sample_cpu import verify
 from treering.engine.sampling.torch_sampling import diverged
 from treering.errors import StateError
-from treering.history.types import Drafts
+from treering.history.draft_types import Drafts
 from treering.types import TokenIds
 
 
