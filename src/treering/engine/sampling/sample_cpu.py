@@ -1,4 +1,4 @@
-"""Sample tokens and verify draft trees on the CPU: `sampling.reference` compiled to a few passes over a row.
+"""Sample tokens and verify draft trees on the CPU: `torch_sampling` compiled to a few passes over a row.
 
 Returns the tokens of `reference.sample`, and their log-probabilities up to rounding (about 1e-15). Clear numba's cache
 after changing `MASS_SLACK` or the constants of `noise`, which it does not track. On CUDA with triton,
