@@ -183,7 +183,7 @@ def test_closing_fails_open_calls_frees_the_engine_and_refuses_later_ones() -> N
 def test_a_busy_engine_is_refused() -> None:
     engine = CountedEngine()
     engine.submit([request_of(1)])
-    with pytest.raises(StateError, match="idle engine, and this one has 1"):
+    with pytest.raises(StateError, match="idle engine, got one with 1 request;"):
         EngineHost(engine)
 
 

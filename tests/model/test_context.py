@@ -304,7 +304,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a forward of its own": (own_forward, "Capped overrides forward.*use LlamaForCausalLM"),
     "a configuration of its own": (of_its_own_kind, "Model has its own configuration class, Config"),
     "a forward hook": (hooked, "Qwen3ForCausalLM has a forward hook"),
-    "another head": (other_head, "output head Sequential of model type 'qwen3' is not a plain linear layer"),
+    "another head": (other_head, "the output head of model type 'qwen3' must be nn.Linear, got Sequential"),
     "attention dropout": (lambda: build(attention_dropout=0.1), "attention_dropout=0.1 in training mode"),
     "LoRA dropout": (with_dropout, r"lora_dropout.*p=0.1 in training mode; set it to 0"),
     "prefix tuning": (prefix_tuned, "PrefixTuningConfig adds virtual tokens"),

@@ -48,14 +48,14 @@ class TraceNode:
     def __post_init__(self) -> None:
         num_tokens, num_sampled = self.token_ids.size, int(self.mask.sum())
         if self.mask.size != num_tokens:
-            raise InputError(f"mask has one entry per token: {num_tokens} tokens, {self.mask.size} entries; align them")
+            raise InputError(f"mask has one entry per token, got {self.mask.size} for {num_tokens}; align them")
         for name in ("logprobs", "advantages"):
             values = getattr(self, name)
             if values is None:
                 continue
             if values.size != num_sampled:
                 raise InputError(
-                    f"{name} has one entry per True in mask: {num_sampled}, got {values.size} entries; align them"
+                    f"{name} has one entry per True in mask, got {values.size} for {num_sampled}; align them"
                 )
             if not np.isfinite(values).all():
                 raise InputError(f"{name} must be finite numbers, got NaN or infinity; repair the source")
@@ -154,8 +154,8 @@ class AgentTrace:
         given, paths = list(advantages), self.paths()
         if len(given) != len(paths):
             raise InputError(
-                f"a trace takes advantages for each of its trajectories: {len(paths)} trajectories, {len(given)} "
-                "entries; use trace.num_trajectories to split a longer list"
+                f"a trace takes advantages for each of its trajectories, got {len(given)} for "
+                f"{len(paths)}; use trace.num_trajectories to split a longer list"
             )
         assigned: dict[int, Floats] = {}
         for k, (path, values) in enumerate(zip(paths, given, strict=True)):
@@ -205,9 +205,7 @@ class AgentTrace:
         num_tokens = sum(self.nodes[i].token_ids.size for i in path)
         array = np.asarray(values, np.float64)
         if array.shape not in ((), (num_tokens,)):
-            raise InputError(
-                f"{name} is one number or one per token: {num_tokens} tokens, got shape {array.shape}; align it"
-            )
+            raise InputError(f"{name} is one number or one per token ({num_tokens}), got shape {array.shape}; align it")
         array = np.broadcast_to(array, num_tokens)
         stop = 0
         for i in path:

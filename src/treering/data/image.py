@@ -132,7 +132,9 @@ def _check(image: ImageData) -> None:
     if time != 1:
         raise InputError(f"an image has one frame, got grid {grid}: video is not supported, take frames as images")
     if height * width != len(values):
-        raise InputError(f"grid {grid} has {height * width} patches, and the image has {len(values)}")
+        raise InputError(
+            f"grid {grid} has {height * width} patches, and the image {len(values)}; pass on what the processor returns"
+        )
     merge = image.merge
     if merge < 1 or merge * merge * num_tokens != height * width or height % merge or width % merge:
         raise InputError(f"num_tokens={num_tokens} does not fit grid {grid}: each token is a square of its patches")

@@ -364,7 +364,7 @@ def _check_arrays(trajectory: Trajectory) -> None:
     for name in _PER_TOKEN:
         values = getattr(trajectory, name)
         if values is not None and values.shape != tokens.shape:
-            raise InputError(f"{name} has one entry per token: {tokens.size} tokens, {values.size} entries; align them")
+            raise InputError(f"{name} has one entry per token, got {values.size} for {tokens.size}; align them")
     for name in ("logprobs", "advantages"):
         values = getattr(trajectory, name)
         if values is not None and not np.isfinite(values).all():

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 from treering.closing import Closing
 from treering.engine.protocol import Engine, Request, Rollout, RolloutKey
-from treering.errors import InputError, StateError
+from treering.errors import InputError, StateError, plural
 
 Watch = Callable[[Rollout], None]
 """Called in the engine's thread after each step, with the rollout so far of a call that is still running."""
@@ -63,7 +63,9 @@ class EngineHost(Closing):
             StateError: if the engine has unfinished requests.
         """
         if engine.num_unfinished > 0:
-            raise StateError(f"a host needs an idle engine, and this one has {engine.num_unfinished} requests")
+            raise StateError(
+                f"a host needs an idle engine, got one with {plural(engine.num_unfinished, 'request')}; finish them"
+            )
         self._engine = engine
         self._settle = settle
         self._inbox: SimpleQueue[_Call | _Left | _Task | None] = SimpleQueue()

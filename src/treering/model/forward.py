@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from treering.arrays import Int64Array
 from treering.attention import TreeLayout
 from treering.attention.layout import to_device
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError, InputError, plural
 from treering.families import IMAGE_FAMILIES
 from treering.model.checks import check_no_hooks
 from treering.model.context import is_active, tree_attention
@@ -263,8 +263,8 @@ def check_forest(forest: Forest, parts: TreeModel) -> None:
         parts.vision.check(forest)
     elif forest.images:
         raise InputError(
-            f"the forest has {len(forest.images)} images, and model type {parts.config.model_type!r} takes only "
-            f"text; load a model that takes images ({', '.join(IMAGE_FAMILIES)})"
+            f"the forest has {plural(len(forest.images), 'image')}, and model type {parts.config.model_type!r} takes "
+            f"text only; load a model that takes images ({', '.join(IMAGE_FAMILIES)})"
         )
     if forest.num_tokens and int(forest.tokens.max()) >= parts.vocab_size:
         at = int(forest.tokens.argmax())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from treering.attention.layout import to_device
 from treering.data.image import ImageData, PlacedImage
-from treering.errors import InputError, UnsupportedError
+from treering.errors import InputError, UnsupportedError, plural
 from treering.families import IMAGE_FAMILIES
 from treering.tree.forest import Forest, split_padded
 from treering.tree.image_tokens import ImageTokens, image_tokens
@@ -246,7 +246,7 @@ def images_of_batch(
     rest = sum(1 for _ in left)
     if rest:
         raise InputError(
-            f"pixel_values hold {rest} images more than input_ids have placeholders; check if rows were cut"
+            f"pixel_values hold {plural(rest, 'image')} more than input_ids have placeholders; check if rows were cut"
         )
     return placed
 
@@ -303,7 +303,9 @@ def _images(vision: VisionPart, pixels: Tensor, grids: Tensor | None) -> Iterato
         yield ImageData(values=values[start:stop], grid=(time, height, width), num_tokens=num_tokens)
         start = stop
     if start != len(values):
-        raise InputError(f"image_grid_thw has {start} patches, and pixel_values {len(values)}")
+        raise InputError(
+            f"image_grid_thw has {start} patches, and pixel_values {len(values)}; pass on what the processor returns"
+        )
 
 
 def _float32(pixels: Tensor) -> NDArray[np.float32]:

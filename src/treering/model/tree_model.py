@@ -335,7 +335,8 @@ def _sharded_vision(vision: VisionPart | None, shards: Shards, *, calls_modules:
 def _check_head(head: nn.Module, config: PreTrainedConfig) -> None:
     if not isinstance(_inner(head), nn.Linear):
         raise UnsupportedError(
-            f"output head {type(head).__name__} of model type {config.model_type!r} is not a plain linear layer"
+            f"the output head of model type {config.model_type!r} must be nn.Linear, got {type(head).__name__}; use "
+            "another model"
         )
 
 

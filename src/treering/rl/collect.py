@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from treering.data.trajectory import Turn
 from treering.engine.protocol import Engine, Request, Rollout, RolloutKey, Sampling
-from treering.errors import ConfigError, InputError, StateError
+from treering.errors import ConfigError, InputError, StateError, plural
 from treering.rl.rehearsal import with_rehearsed
 from treering.rl.tasks.task import Prompt, Task, as_score
 from treering.rl.user_code import contained, in_words
@@ -257,7 +257,7 @@ def collect(
     """
     if engine.num_unfinished > 0:
         raise StateError(
-            f"a collection needs an idle engine, and this one has {engine.num_unfinished} requests; finish them"
+            f"a collection needs an idle engine, got one with {plural(engine.num_unfinished, 'request')}; finish them"
         )
     run = Collection(prompts, draws, group_size=group_size, sampling=sampling)
     requests = with_rehearsed(run.requests(order), rehearsed)

@@ -12,7 +12,7 @@ from torch import nn
 from treering.config.loop import RlOptions
 from treering.config.optim import OptimOptions
 from treering.engine.protocol import Logprobs
-from treering.errors import ConfigError, StateError
+from treering.errors import ConfigError, StateError, plural
 from treering.ranks.group import RankGroup
 from treering.rl.advantages import BranchAdvantages
 from treering.rl.batch import (
@@ -84,8 +84,8 @@ def known(old_logprobs: list[Logprobs]) -> list[Logprobs]:
     num_unknown = sum(int(np.isnan(values).sum()) for values in old_logprobs)
     if num_unknown > 0:
         raise StateError(
-            f"policy ratios need the log-prob of every token, and the engine gave none for {num_unknown} tokens; set "
-            'old_logprobs="recomputed"'
+            f"policy ratios need every token's log-prob, and the engine gave none for "
+            f'{plural(num_unknown, "token")}; set old_logprobs="recomputed"'
         )
     return old_logprobs
 

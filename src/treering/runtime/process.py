@@ -172,13 +172,10 @@ class RunProcess:
         self.num_deaths += 1
         if self.num_deaths < MAX_DEATHS:
             return self._cause
-        cause = f"last with {self._cause}; free memory, or read its output"
+        cause = f"at last with {self._cause}; free memory, or read its output"
         if self._was_silent:
-            cause = f"last after runtime.worker_time_limit_s = {self._time_limit_s:g} s of silence; raise the limit"
-        raise StateError(
-            f"a dead process is restarted only a few times, and the {self.name} died {self.num_deaths} times in a row "
-            f"without progress, {cause}"
-        )
+            cause = f"at last after runtime.worker_time_limit_s = {self._time_limit_s:g} s of silence; raise the limit"
+        raise StateError(f"the {self.name} died {self.num_deaths} times in a row without progress, {cause}")
 
     def note_progress(self) -> None:
         """Reset the count of consecutive deaths."""

@@ -15,7 +15,7 @@ from treering.data.formats.json_fields import show
 from treering.data.trajectory import valid_text
 from treering.engine.protocol import Rollout, Sampling
 from treering.engine.stop_strings import Decode
-from treering.errors import ContextFullError, InputError, UnsupportedError
+from treering.errors import ContextFullError, InputError, UnsupportedError, plural
 from treering.rl.tasks.text_tokens import TextTokens
 from treering.types import MAX_TOKEN_ID, TokenIds
 
@@ -185,7 +185,7 @@ def take_sampling(
     if max_tokens is not None and max_tokens > num_left:
         raise ContextFullError(
             f"the maximum context length is {num_positions} tokens and the prompt has {num_context}, which "
-            f"leaves {num_left} positions, got max_tokens={max_tokens}; ask for fewer, or remove it"
+            f"leaves {plural(num_left, 'position')}, got max_tokens={max_tokens}; ask for fewer, or remove it"
         )
     ends = () if fields.take("ignore_eos", bool, False) else ends
     stops = fields.take("stop_token_ids", list, [])

@@ -351,8 +351,8 @@ def _check_pairs(objective: Objective, num_branches: int) -> None:
         return
     at = int(np.flatnonzero((pairs >= num_branches).any(1))[0])
     raise InputError(
-        f"pair {at} of {objective.name} names branch {int(pairs[at].max())}, and there are {num_branches} branches, "
-        "counted from 0 over all forests"
+        f"pair {at} of {objective.name} names branch {int(pairs[at].max())}, and branches count from 0 to "
+        f"{num_branches - 1} over all forests; correct it"
     )
 
 

@@ -45,7 +45,7 @@ def test_every_optional_field_arrives_with_its_type():
         ({"task_id": 1, "tokens": []}, "at least one token"),
         ({"task_id": 1, "tokens": [True]}, r"tokens\[0\] must be an integer .* got True"),
         ({"task_id": 1, "tokens": [2**31]}, r"tokens\[0\] .* got 2147483648"),
-        ({**TOKENS, "logprobs": [0.0]}, "logprobs has one entry per token: 3 tokens, 1 entries"),
+        ({**TOKENS, "logprobs": [0.0]}, "logprobs has one entry per token, got 1 for 3"),
         ({**TOKENS, "logprobs": [0.0, float("nan"), 0.0]}, "logprobs must be finite"),
         ({**TOKENS, "reward": float("inf")}, "reward must be a finite number, got inf"),
         ({**chat(content="x"), "loss_mask": [1]}, "loss_mask has one entry per token and messages were given"),

@@ -92,8 +92,11 @@ def test_the_task_is_its_key_else_its_hash_else_the_hash_of_its_data() -> None:
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
-        ([message(None, [1], mask=[])], r"nodes\[0\]: mask has one entry per token: 1 tokens, 0 entries"),
-        ([NODES[0], answer(0, [2], [3], logprobs=[-1.0, -2.0])], r"nodes\[1\]: logprobs has one entry per True .* 2"),
+        ([message(None, [1], mask=[])], r"nodes\[0\]: mask has one entry per token, got 0 for 1"),
+        (
+            [NODES[0], answer(0, [2], [3], logprobs=[-1.0, -2.0])],
+            r"nodes\[1\]: logprobs has one entry per True .* 2 for 1",
+        ),
         ([NODES[0], answer(0, [2], [3], advantages=[])], r"nodes\[1\]: advantages has one entry per True"),
         ([NODES[0], answer(0, [2], [3], logprobs=[None])], r"nodes\[1\]: logprobs\[0\] must be a number, got None"),
         ([NODES[0], answer(0, [2], [3], logprobs=[float("nan")])], r"nodes\[1\]: logprobs must be finite"),

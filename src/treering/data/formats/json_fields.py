@@ -235,7 +235,7 @@ def decode_loss_mask(record: Mapping[str, Any], tokens: TokenIds | None) -> Loss
     (key, mask), *others = masks.items()
     if tokens is not None and mask.size != tokens.size:
         raise InputError(
-            f"{key} has one entry per token: {tokens.size} tokens, {mask.size} entries; align them, zeros on the prompt"
+            f"{key} has one entry per token, got {mask.size} for {tokens.size}; align them, zeros on the prompt"
         )
     for other, again in others:
         if not np.array_equal(mask, again):
@@ -313,9 +313,7 @@ def _mask_of_labels(value: object, tokens: TokenIds | None) -> LossMask:
     labels = array("labels", value)
     if tokens is None or len(labels) != tokens.size:
         size = 0 if tokens is None else tokens.size
-        raise InputError(
-            f"labels has one entry per token: {size} tokens, {len(labels)} entries; give tokens and align them"
-        )
+        raise InputError(f"labels has one entry per token, got {len(labels)} for {size}; give tokens and align them")
     for i, (label, token) in enumerate(zip(labels, tokens.tolist(), strict=True)):
         if type(label) is not int or label not in (IGNORED_LABEL, token):
             raise InputError(

@@ -219,8 +219,7 @@ def token_call(record: Mapping[str, Any], keys: tuple[str, str, str], where: str
         raise InputError(f"{where}{keys[1]} must hold the ids of the call, got []; drop the record")
     if logprobs is not None and logprobs.size != completion.size:
         raise InputError(
-            f"{where}{keys[2]} has one entry per sampled token: {completion.size} tokens, {logprobs.size} entries; "
-            "align them"
+            f"{where}{keys[2]} has one entry per sampled token, got {logprobs.size} for {completion.size}; align them"
         )
     return TokenCall(
         prompt=prompt, completion=completion, logprobs=logprobs, mask=_mask(record, completion.size, where)
@@ -234,9 +233,7 @@ def _mask(record: Mapping[str, Any], size: int, where: str) -> LossMask | None:
     masks = {key: decode_mask(record[key], f"{where}{key}") for key in MASK_KEYS if not is_blank(record.get(key))}
     for key, mask in masks.items():
         if mask.size != size:
-            raise InputError(
-                f"{where}{key} has one entry per sampled token: {size} tokens, {mask.size} entries; align it"
-            )
+            raise InputError(f"{where}{key} has one entry per sampled token, got {mask.size} for {size}; align it")
     if len({mask.tobytes() for mask in masks.values()}) > 1:
         raise InputError(f"{where}{' and '.join(masks)} are different masks; keep one of them")
     return next(iter(masks.values()), None)

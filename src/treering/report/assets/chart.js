@@ -88,18 +88,18 @@ function frame(figure, width, height, xs, low, high) {
   const pad = figure.kind === "stack" ? 0.5 : first === last ? 0.5 : 0;
   const x = (value) => left + ((value - first + pad) / (last - first + 2 * pad)) * (width - left - right);
   const y = (value) => height - bottom - ((value - low) / (high - low || 1)) * (height - bottom - top);
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": figure.title });
+  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": figure.title });
   for (const value of labels) {
-    picture.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
-    picture.append(svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, format(value)));
+    drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
+    drawing.append(svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, format(value)));
   }
   for (const value of ticks(first, last, Math.max(2, Math.floor(width / 70)))) {
     if (!Number.isInteger(value)) continue;
-    picture.append(svg("text", { x: x(value), y: height - bottom + 16, "text-anchor": "middle" }, format(value)));
+    drawing.append(svg("text", { x: x(value), y: height - bottom + 16, "text-anchor": "middle" }, format(value)));
   }
-  picture.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }));
-  picture.append(svg("text", { x: width - right, y: height - 2, "text-anchor": "end" }, figure.x));
-  return { picture, x, y, left, right: width - right, top, floor: height - bottom };
+  drawing.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }));
+  drawing.append(svg("text", { x: width - right, y: height - 2, "text-anchor": "end" }, figure.x));
+  return { drawing, x, y, left, right: width - right, top, floor: height - bottom };
 }
 
 // Marks the steps after which a run was resumed.
@@ -109,8 +109,8 @@ function resumes(plot) {
       const x = plot.x(step + 0.5);
       if (x < plot.left || x > plot.right) continue;
       const title = svg("title", {}, `${run.name} was resumed after step ${step}`);
-      plot.picture.append(svg("line", { class: "resumed", x1: x, x2: x, y1: plot.top, y2: plot.floor }, title));
-      plot.picture.append(svg("text", { x, y: plot.floor - 3, "text-anchor": "middle" }, "↻"));
+      plot.drawing.append(svg("line", { class: "resumed", x1: x, x2: x, y1: plot.top, y2: plot.floor }, title));
+      plot.drawing.append(svg("text", { x, y: plot.floor - 3, "text-anchor": "middle" }, "↻"));
     }
 }
 
@@ -129,9 +129,9 @@ function drawLines(figure, width) {
   order.forEach((i) => {
     const [series, style] = [figure.series[i], styles[i]];
     const path = series.points.map(([x, y], n) => `${n ? "L" : "M"}${plot.x(x).toFixed(1)} ${plot.y(y).toFixed(1)}`).join("");
-    plot.picture.append(svg("path", { class: "series", d: path, stroke: style.color, "stroke-dasharray": style.dash, "stroke-width": style.dash ? 1.8 : 3 }));
+    plot.drawing.append(svg("path", { class: "series", d: path, stroke: style.color, "stroke-dasharray": style.dash, "stroke-width": style.dash ? 1.8 : 3 }));
     if (series.points.length <= 40)
-      for (const [x, y] of series.points) plot.picture.append(mark(style.mark, plot.x(x), plot.y(y), style.dash ? 2.2 : 3.4, style.color));
+      for (const [x, y] of series.points) plot.drawing.append(mark(style.mark, plot.x(x), plot.y(y), style.dash ? 2.2 : 3.4, style.color));
   });
   return plot;
 }
@@ -148,7 +148,7 @@ function drawStack(figure, width) {
       const from = below.get(x) ?? 0;
       below.set(x, from + y);
       const bar = { x: plot.x(x) - gap * 0.42, width: Math.max(0.5, gap * 0.84), y: plot.y(from + y), height: plot.y(from) - plot.y(from + y), fill: style.color };
-      plot.picture.append(svg("rect", bar));
+      plot.drawing.append(svg("rect", bar));
     }
   });
   return plot;
@@ -158,18 +158,18 @@ function follow(figure, plot) {
   const xs = [...new Set(figure.series.flatMap((series) => series.points.map(([x]) => x)))].sort((a, b) => a - b);
   const lookup = figure.series.map((series) => new Map(series.points));
   const cursor = svg("line", { class: "cursor", y1: plot.top, y2: plot.floor, visibility: "hidden" });
-  plot.picture.append(cursor, svg("rect", { x: plot.left, y: 0, width: plot.right - plot.left, height: plot.floor, fill: "transparent" }));
-  plot.picture.addEventListener("pointermove", (event) => {
-    const box = plot.picture.getBoundingClientRect();
-    const place = ((event.clientX - box.left) / box.width) * plot.picture.viewBox.baseVal.width;
-    const near = xs.reduce((best, x) => (Math.abs(plot.x(x) - place) < Math.abs(plot.x(best) - place) ? x : best), xs[0]);
+  plot.drawing.append(cursor, svg("rect", { x: plot.left, y: 0, width: plot.right - plot.left, height: plot.floor, fill: "transparent" }));
+  plot.drawing.addEventListener("pointermove", (event) => {
+    const box = plot.drawing.getBoundingClientRect();
+    const pointer = ((event.clientX - box.left) / box.width) * plot.drawing.viewBox.baseVal.width;
+    const near = xs.reduce((best, x) => (Math.abs(plot.x(x) - pointer) < Math.abs(plot.x(best) - pointer) ? x : best), xs[0]);
     cursor.setAttribute("x1", plot.x(near));
     cursor.setAttribute("x2", plot.x(near));
     cursor.setAttribute("visibility", "visible");
     const lines = figure.series.map((series, i) => `${series.name}: ${format(lookup[i].get(near))}`);
     showTip(event, `${figure.x} ${near}\n${lines.join("\n")}`);
   });
-  plot.picture.addEventListener("pointerleave", () => {
+  plot.drawing.addEventListener("pointerleave", () => {
     cursor.setAttribute("visibility", "hidden");
     hideTip();
   });
@@ -213,7 +213,7 @@ function card(figure) {
   fitted(plot, (width) => {
     const drawn = figure.kind === "stack" ? drawStack(shown, width) : drawLines(shown, width);
     follow(shown, drawn);
-    return drawn.picture;
+    return drawn.drawing;
   });
   element.append(plot, withTable(figure));
   return element;

@@ -8,8 +8,8 @@ function drawEpisode(episode, width) {
   const right = 178;
   const depth = Math.max(...episode.spans.map(([start, length]) => start + length));
   const scale = (width - right) / depth;
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${rows * high + 24}`, height: rows * high + 24, role: "img", "aria-label": `Tree of an episode of ${episode.id}` });
-  picture.append(svg("text", { x: width - right + 10, y: 12 }, "agent"), svg("text", { x: width, y: 12, "text-anchor": "end" }, "reward"));
+  const drawing = svg("svg", { viewBox: `0 0 ${width} ${rows * high + 24}`, height: rows * high + 24, role: "img", "aria-label": `Tree of an episode of ${episode.id}` });
+  drawing.append(svg("text", { x: width - right + 10, y: 12 }, "agent"), svg("text", { x: width, y: 12, "text-anchor": "end" }, "reward"));
   for (const [start, length, top, bottom, agent, call, words] of episode.spans) {
     const box = { x: start * scale + 0.5, y: 18 + top * high + 0.5, width: Math.max(1, length * scale - 1), height: (bottom - top) * high - 1, rx: 2, fill: agentColor(agent) };
     const bar = svg("rect", { ...box, "data-agent": agent, "data-call": call });
@@ -17,14 +17,14 @@ function drawEpisode(episode, width) {
     const shared = bottom - top > 1 ? `, computed once for ${bottom - top} branches` : "";
     bar.addEventListener("pointermove", (event) => showTip(event, `${format(length)} token${length > 1 ? "s" : ""} ${what}${shared}\n${words}`));
     bar.addEventListener("pointerleave", hideTip);
-    picture.append(bar);
+    drawing.append(bar);
   }
   episode.rows.forEach(([agent, reward], row) => {
     const y = 18 + row * high + high / 2 + 4;
-    picture.append(svg("text", { class: "ink", x: width - right + 10, y }, episode.agents[agent].slice(0, 16)));
-    picture.append(svg("text", { class: "ink", x: width, y, "text-anchor": "end" }, format(reward)));
+    drawing.append(svg("text", { class: "ink", x: width - right + 10, y }, episode.agents[agent].slice(0, 16)));
+    drawing.append(svg("text", { class: "ink", x: width, y, "text-anchor": "end" }, format(reward)));
   });
-  return picture;
+  return drawing;
 }
 
 function episodeCard() {

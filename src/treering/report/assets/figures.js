@@ -114,10 +114,10 @@ function timeline() {
     const [left, high] = [66, names.length > 16 ? 12 : 22];
     const x = (seconds) => left + ((seconds - first) / (last - first || 1)) * (width - left - 4);
     const floor = names.length * high;
-    const picture = svg("svg", { viewBox: `0 0 ${width} ${floor + 30}`, height: floor + 30, role: "img", "aria-label": "Timeline of the workers" });
+    const drawing = svg("svg", { viewBox: `0 0 ${width} ${floor + 30}`, height: floor + 30, role: "img", "aria-label": "Timeline of the workers" });
     names.forEach((name, row) => {
-      picture.append(svg("rect", { x: left, y: row * high + 1, width: width - left - 4, height: high - 2, fill: "var(--idle)" }));
-      picture.append(svg("text", { x: 0, y: row * high + high / 2 + 4 }, name === null ? "trainer" : `worker ${name}`));
+      drawing.append(svg("rect", { x: left, y: row * high + 1, width: width - left - 4, height: high - 2, fill: "var(--idle)" }));
+      drawing.append(svg("text", { x: 0, y: row * high + high / 2 + 4 }, name === null ? "trainer" : `worker ${name}`));
     });
     for (const span of spans) {
       const row = names.indexOf(span.worker);
@@ -127,11 +127,11 @@ function timeline() {
       const words = span.worker === null ? "" : `\n${format(span.num_rollouts)} turns ended`;
       bar.addEventListener("pointermove", (event) => showTip(event, `step ${span.step}: ${format(span.started_s - first)} to ${format(span.ended_s - first)} s\nbusy ${Math.round(100 * busy)} %${words}`));
       bar.addEventListener("pointerleave", hideTip);
-      picture.append(bar);
+      drawing.append(bar);
     }
     for (const second of ticks(0, last - first, Math.max(2, Math.floor(width / 90))))
-      picture.append(svg("text", { x: x(first + second), y: floor + 16, "text-anchor": "middle" }, `${format(second)} s`));
-    return picture;
+      drawing.append(svg("text", { x: x(first + second), y: floor + 16, "text-anchor": "middle" }, `${format(second)} s`));
+    return drawing;
   });
   return element.append(plot), element;
 }
@@ -183,22 +183,22 @@ function comparison() {
   const plot = html("div", { class: "plot" });
   fitted(plot, (width) => {
     const [left, right] = [68, 64];
-    const picture = svg("svg", { viewBox: `0 0 ${width} 92`, height: 92, role: "img", "aria-label": "Plain against Treering" });
+    const drawing = svg("svg", { viewBox: `0 0 ${width} 92`, height: 92, role: "img", "aria-label": "Plain against Treering" });
     runs.forEach((run, i) => {
       const top = 6 + 44 * i;
       let x = left;
-      picture.append(svg("text", { class: "label", x: 0, y: top + 22 }, run.name));
+      drawing.append(svg("text", { class: "label", x: 0, y: top + 22 }, run.name));
       totals[i].forEach((seconds, p) => {
         const size = (seconds / Math.max(...sums)) * (width - left - right);
         const bar = svg("rect", { x, y: top, width: size, height: 34, fill: PHASES[p][1] });
         bar.addEventListener("pointermove", (event) => showTip(event, `${run.name}, ${PHASES[p][0]}: ${format(seconds)} s`));
         bar.addEventListener("pointerleave", hideTip);
-        picture.append(bar);
+        drawing.append(bar);
         x += size;
       });
-      picture.append(svg("text", { class: "ink", x: x + 6, y: top + 22 }, `${format(sums[i])} s`));
+      drawing.append(svg("text", { class: "ink", x: x + 6, y: top + 22 }, `${format(sums[i])} s`));
     });
-    return picture;
+    return drawing;
   });
   const rows = PHASES.map(([phase], p) => [`${phase}, seconds`, ...totals.map((parts) => parts[p]), totals[0][p] / totals[1][p]]);
   rows.push(["all, seconds", ...sums, sums[0] / sums[1]]);
@@ -228,17 +228,17 @@ function account() {
   const colors = ["var(--c0)", "var(--c4)", "var(--c1)", "var(--c2)", "var(--c3)"];
   const plot = html("div", { class: "plot" });
   fitted(plot, (width) => {
-    const picture = svg("svg", { viewBox: `0 0 ${width} 30`, height: 30, role: "img", "aria-label": "Account of the rollouts" });
+    const drawing = svg("svg", { viewBox: `0 0 ${width} 30`, height: 30, role: "img", "aria-label": "Account of the rollouts" });
     let x = 0;
     parts.forEach(([name, count], i) => {
       const size = all ? (count / all) * width : 0;
       const bar = svg("rect", { x, y: 2, width: size, height: 24, fill: colors[i] });
       bar.addEventListener("pointermove", (event) => showTip(event, `${name}: ${format(count)}`));
       bar.addEventListener("pointerleave", hideTip);
-      picture.append(bar);
+      drawing.append(bar);
       x += size;
     });
-    return picture;
+    return drawing;
   });
   element.append(plot, facts([], parts));
   const extra = Object.entries(ours.faults);
@@ -252,15 +252,15 @@ function anyMetric() {
   const element = html("section", { class: "card wide", id: "any-metric" }, html("h3", {}, "Any metric"));
   if (!names.length) return element;
   const select = html("select", { id: "metric-select" }, ...names.map((name) => html("option", { value: name }, name)));
-  const place = html("div", {});
+  const slot = html("div", {});
   const show = () => {
     const figure = card({ id: "metric", title: select.value, help: "Values from metrics.jsonl.", x: "step", series: bySteps(select.value) });
     figure.className = "";
-    place.replaceChildren(figure);
+    slot.replaceChildren(figure);
   };
   select.value = names.includes("train/grad_norm") ? "train/grad_norm" : names[0];
   select.addEventListener("change", show);
-  element.append(html("div", { class: "controls" }, html("label", {}, "Metric", select)), place);
+  element.append(html("div", { class: "controls" }, html("label", {}, "Metric", select)), slot);
   show();
   return element;
 }

@@ -41,8 +41,8 @@ function drawForest(prompt, width) {
   const scale = (width - right) / depth;
   const most = Math.max(...forest.advantages.map((value) => Math.abs(value ?? 0)));
   const height = rows * high + 24;
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Forest of ${prompt.id}` });
-  if (isRl) picture.append(svg("text", { x: width - right + 10, y: 12 }, "reward"), svg("text", { x: width, y: 12, "text-anchor": "end" }, "advantage"));
+  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Forest of ${prompt.id}` });
+  if (isRl) drawing.append(svg("text", { x: width - right + 10, y: 12 }, "reward"), svg("text", { x: width, y: 12, "text-anchor": "end" }, "advantage"));
   for (const segment of forest.segments) {
     const [start, length, top, bottom, advantage] = segment;
     const box = { x: start * scale + 0.5, y: 18 + top * high + 0.5, width: Math.max(1, length * scale - 1), height: (bottom - top) * high - 1, rx: 2, ...shade(advantage, most) };
@@ -51,25 +51,25 @@ function drawForest(prompt, width) {
     bar.addEventListener("pointermove", (event) => showTip(event, `${length} token${length > 1 ? "s" : ""}, shared by ${bottom - top} rollout${bottom - top > 1 ? "s" : ""}\nmean advantage ${format(advantage)}\n${words.slice(0, 300)}`));
     bar.addEventListener("pointerleave", hideTip);
     bar.addEventListener("click", () => choose(selected.prompt, forest.rows[top]));
-    picture.append(bar);
+    drawing.append(bar);
     const room = Math.floor((box.width - 6) / 6.7);
     if (box.height >= 13 && room >= Math.min(3, words.length))
-      picture.append(svg("text", { class: "code", x: box.x + 4, y: box.y + box.height / 2 + 4 }, words.length > room ? `${words.slice(0, Math.max(1, room - 1))}…` : words));
+      drawing.append(svg("text", { class: "code", x: box.x + 4, y: box.y + box.height / 2 + 4 }, words.length > room ? `${words.slice(0, Math.max(1, room - 1))}…` : words));
   }
   forest.rows.forEach((rollout, row) => {
     const y = 18 + row * high;
-    const place = svg("rect", { class: "row", x: width - right, y, width: right, height: high, fill: "transparent" });
-    place.addEventListener("click", () => choose(selected.prompt, rollout));
+    const target = svg("rect", { class: "row", x: width - right, y, width: right, height: high, fill: "transparent" });
+    target.addEventListener("click", () => choose(selected.prompt, rollout));
     if (isRl && high >= 9) {
-      picture.append(svg("text", { class: "ink", x: width - right + 10, y: y + high / 2 + 4 }, format(forest.rewards[rollout])));
-      picture.append(svg("text", { x: width, y: y + high / 2 + 4, "text-anchor": "end" }, signed(forest.advantages[rollout])));
+      drawing.append(svg("text", { class: "ink", x: width - right + 10, y: y + high / 2 + 4 }, format(forest.rewards[rollout])));
+      drawing.append(svg("text", { x: width, y: y + high / 2 + 4, "text-anchor": "end" }, signed(forest.advantages[rollout])));
     } else if (isRl) {
-      picture.append(svg("rect", { x: width - right + 10, y: y + 1, width: 30, height: high - 2, ...shade(forest.advantages[rollout], most) }));
+      drawing.append(svg("rect", { x: width - right + 10, y: y + 1, width: 30, height: high - 2, ...shade(forest.advantages[rollout], most) }));
     }
-    if (rollout === selected.rollout) picture.append(svg("rect", { class: "selected", x: 1, y: y + 0.5, width: width - 2, height: high - 1, rx: 3 }));
-    picture.append(place);
+    if (rollout === selected.rollout) drawing.append(svg("rect", { class: "selected", x: 1, y: y + 0.5, width: width - 2, height: high - 1, rx: 3 }));
+    drawing.append(target);
   });
-  return picture;
+  return drawing;
 }
 
 const signed = (value) => (value === null ? "–" : `${value > 0 ? "+" : ""}${value.toFixed(2)}`);

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 from treering.config.judge import JudgeConfig
 from treering.data.rendering.thoughts import answer_part
-from treering.errors import InputError, StateError
+from treering.errors import InputError, StateError, plural
 from treering.files.writing import write_text
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -105,7 +105,7 @@ class Judge(JudgeConfig):
         except (OSError, HTTPException) as error:
             raise StateError(
                 f"the judge at {self.url} must answer within task.judge.time_limit_s = "
-                f"{self.time_limit_s:g}, and it failed {self.num_retries + 1} times, at last with "
+                f"{self.time_limit_s:g}, and it failed {plural(self.num_retries + 1, 'time')}, at last with "
                 f"{type(error).__name__}: {error}; start it, or correct task.judge.url"
             ) from error
 

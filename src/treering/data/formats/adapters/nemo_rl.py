@@ -79,7 +79,7 @@ def _logged(
 
 def _aligned(values: Any, size: int, key: str) -> Any:
     if values.size != size:
-        raise InputError(f"{key} has one entry per token: {size} tokens, {values.size} entries; align them")
+        raise InputError(f"{key} has one entry per token, got {values.size} for {size}; align them")
     return values
 
 
