@@ -19,7 +19,7 @@ def cache(
     clears: Annotated[bool, typer.Option("--clear", help="Remove all caches.")] = False,
     json_output: JsonOutput = False,
 ) -> None:
-    """List the tokens that `inspect`, `sft` and `train` cache of files, so that the next start tokenizes nothing.
+    """List or remove the cached tokens of files, with which the next `inspect`, `sft` or `train` starts at once.
 
     Caches are in TREERING_CACHE, else in treering of XDG_CACHE_HOME or ~/.cache. A changed file, tokenizer, template or
     setting makes a new cache; old ones stay until they are cleared.

@@ -33,7 +33,7 @@ def doctor(
     run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run folder to check too.")] = None,
     json_output: JsonOutput = False,
 ) -> int:
-    """Check the installation: packages, threads, memory, which backends are right here, and which one is used.
+    """Check the installation: packages, threads, memory, which backends are exact here, and which one is used.
 
     With a run folder, also check each of its files, predict the next start, and measure how far the engine's log-probs
     are from the trainer's. Exit with 1 if a backend is wrong or a file is damaged; change nothing.

@@ -131,7 +131,8 @@ def _table_of(name: str, reference: str, types: Mapping[str, Any]) -> Section:
     return Section(
         name=name,
         type_name=type_name,
-        description=_one_line(types[type_name]["description"]),
+        # Examples of the records are Python.
+        description=_one_line(types[type_name]["description"].partition("\n\nExample")[0]),
         settings=tuple(_settings(types[type_name], types, "")),
     )
 

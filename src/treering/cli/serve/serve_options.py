@@ -17,7 +17,9 @@ class ServeOptions:
     """Model to serve, where, and with how much room."""
 
     name: RunOrModel
-    host: Annotated[str, typer.Option(metavar="IP", help="Beyond loopback TREERING_API_KEY is needed.")] = "127.0.0.1"
+    host: Annotated[
+        str, typer.Option(metavar="IP", help="Address to listen on; beyond loopback TREERING_API_KEY must be set.")
+    ] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one.")] = 8000
     served_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the model for clients. Default: RUN_OR_MODEL.")
