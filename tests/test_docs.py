@@ -24,7 +24,6 @@ DOCUMENTS = (
     "docs/models.md",
     "docs/kernels.md",
     "docs/agent_trees.md",
-    "docs/rewards.md",
     "docs/environments.md",
 )
 # An example and the next block where that is its output: documents show what an example prints after it.
