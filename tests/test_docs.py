@@ -23,7 +23,6 @@ DOCUMENTS = (
     "docs/rl.md",
     "docs/models.md",
     "docs/kernels.md",
-    "docs/agent_trees.md",
     "docs/environments.md",
 )
 # An example and the next block where that is its output: documents show what an example prints after it.
