@@ -179,7 +179,7 @@ bench-draft: $(STAMP)
 	    --out benchmarks/results/draft_$$name.json $(ARGS) || exit 1; \
 	done
 
-# The images of docs/report.md, from a small demo and with Chromium; of a demo that is there: ARGS='--demo runs/demo'
+# The images of docs/command_line.md, from a small demo and with Chromium; of a demo that is there: ARGS='--demo runs/demo'
 screenshots: $(STAMP)
 	$(BIN)/python tools/screenshots.py $(ARGS)
 

@@ -183,7 +183,7 @@ def test_a_key_of_another_section_is_not_suggested_for_its_letters(minimal: Path
 
 
 def test_pushing_from_the_configuration_is_refused_with_the_command(minimal: Path) -> None:
-    told = "upload a checkpoint with `hf upload`, see docs/report.md"
+    told = "upload a checkpoint with `hf upload`, see docs/command_line.md"
     assert f"unknown key 'run.push_to_hub'; {told}" in refusal(minimal, "run.push_to_hub=true")
 
 

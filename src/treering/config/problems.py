@@ -175,7 +175,7 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
     if dotted in REMOVED:
         return f"{dotted} is a setting of earlier versions: {REMOVED[dotted][1]}; remove it"
     if loc[-1] in _PUSH:
-        return f"unknown key {dotted!r}; upload a checkpoint with `hf upload`, see docs/report.md"
+        return f"unknown key {dotted!r}; upload a checkpoint with `hf upload`, see docs/command_line.md"
     known_as = _NAMES_ELSEWHERE.get(dotted, _NAMES_ELSEWHERE.get(str(loc[-1]), ()))
     if ours := next((key for key in known_as if key in keys), None):
         return f"unknown key {dotted!r}; did you mean {_described(ours, config_type)}?"
