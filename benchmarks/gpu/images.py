@@ -1,4 +1,4 @@
-"""Claim: on a CUDA device, too, completions after two images train near their FLOP bound, tower included.
+"""Claim: on a CUDA device, too, completions after two images train near their FLOP bound, vision tower included.
 
 The batch of `python -m benchmarks images` on the shape of Qwen2.5-VL-3B, random weights in bfloat16, layers computed
 again in the backward: stock transformers' padded batch against the tree step.

@@ -1,4 +1,4 @@
-"""A group of completions after two images: the tree step against the stock model's padded batch, tower included.
+"""A group of completions after two images: the tree step against the stock model's padded batch, vision tower included.
 
 Both compute the gradient of the mean negative log-probability of the completions, for every weight, on one thread. The
 stock batch is that of a careful user: no padding is needed, and the head runs only on rows with loss.

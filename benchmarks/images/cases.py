@@ -35,7 +35,7 @@ class Case:
     tower_layers: int = 4
     tower_heads: int = 5
     whole_layers: tuple[int, ...] = (3,)
-    """Layers of the tower that see a whole image; the others see windows of 8 x 8 patches."""
+    """Layers of the vision tower that see a whole image; the others see windows of 8 x 8 patches."""
     is_checkpointed: bool = False
     dtype: str = "float32"
 

@@ -109,9 +109,9 @@ def test_continued_rollouts_are_those_of_one_go(model: nn.Module, alone: Rollout
 def test_each_image_is_computed_once_in_a_version_by_the_weights_of_it() -> None:
     model = build("qwen2_5_vl").eval()
     engine = TorchEngine(model, max_batch=4, max_tokens=400)
-    tower = engine._vision._part.model
+    vision_tower = engine._vision._part.model
     calls = []
-    tower.visual.register_forward_hook(lambda *_: calls.append(None))
+    vision_tower.visual.register_forward_hook(lambda *_: calls.append(None))
     run(engine, requests("qwen2_5_vl"))
     assert len(calls) == 3
     before = run(engine, requests("qwen2_5_vl", draw=1))

@@ -31,7 +31,7 @@ class VisionPart:
     """Vision tower of a model, with the projection of its outputs to the text model.
 
     Attributes:
-        model: the model without its head, whose `get_image_features` runs the tower.
+        model: the model without its head, whose `get_image_features` runs the vision tower.
         family: a name from `IMAGE_FAMILIES`.
         placeholders: token ids that stand for images, and for videos and sounds, which are refused.
         sees_whole_images: whether the tokens of an image attend to the whole image.
@@ -83,7 +83,7 @@ class VisionPart:
     def features(self, images: Sequence[ImageData]) -> list[Float[Tensor, "M C"]]:
         """Return the features of images in order: first those that replace their tokens, then those of deeper layers.
 
-        The tower is called once; the result is differentiable.
+        The vision tower is called once; the result is differentiable.
         """
         values = torch.from_numpy(np.concatenate([image.values for image in images])).to(self.device)
         grids = {}
@@ -131,7 +131,7 @@ class ImageFeatures:
     """
 
     def __init__(self, vision: VisionPart, images: Sequence[ImageData], *, is_apart: bool) -> None:
-        """Compute the features; with `is_apart`, passes read leaves, else their gradients enter the tower."""
+        """Compute the features; with `is_apart`, passes read leaves, else their gradients enter the vision tower."""
         self._first = dict(zip((one.digest for one in images), _starts(images), strict=True))
         self._outputs = vision.features(images) if images else []
         self.levels = [_leaf(output) for output in self._outputs] if is_apart else self._outputs

@@ -163,8 +163,8 @@ def agreeing(group: RankGroup) -> Iterator[Agreement]:
 def check_images_together(*, has_images: bool) -> None:
     """Refuse micro-batches of a sharded model if only some of them have images.
 
-    Every rank of a sharded model must call this before a forward, because the tower's weights are gathered by all ranks
-    or by none.
+    Every rank of a sharded model must call this before a forward, because the vision tower's weights are gathered by
+    all ranks or by none.
 
     Raises:
         StateError: on every rank; names a rank with images and one without.

@@ -69,7 +69,7 @@ def test_images_their_tokens_and_the_tower_are_counted(call, capsys, file, folde
     seeing = shutil.copytree(folder, tmp_path / "seeing")
     build("qwen2_5_vl").config.save_pretrained(seeing)
     found = report_of(call, capsys, file, "--tokenizer", seeing, "--model-shape", seeing)
-    # The bound of the tower is 2: 6 images flat, 3 in trees. The bound of the text lies between.
+    # The bound of the vision tower is 2: 6 images flat, 3 in trees. The bound of the text lies between.
     low, high = sorted([2.0, found["flop_bound"]])
     assert low < found["images"]["flop_bound"] < high
     assert call(str(file), "--tokenizer", str(folder), *SHAPE) == 0

@@ -92,7 +92,7 @@ class _InternVL(_WithoutVideo, InternVLProcessor):
 
 @cache
 def processor(family: str) -> ProcessorMixin:
-    """Return image processors for the models of `tests.image_models`, as small as their towers."""
+    """Return image processors for the models of `tests.image_models`, as small as their vision towers."""
     kind = _kind(family)
     given = {"tokenizer": _tokenizer(kind), "chat_template": _template(kind)}
     if kind == "gemma3":

@@ -81,8 +81,10 @@ def test_the_tower_sees_each_image_of_a_micro_batch_once(tmp_path: Path) -> None
     calls: list[int] = []
 
     def count(model: Any) -> None:
-        tower = model.model.visual
-        tower.register_forward_pre_hook(lambda _, args, given: calls.append(_num_rows(args, given)), with_kwargs=True)
+        vision_tower = model.model.visual
+        vision_tower.register_forward_pre_hook(
+            lambda _, args, given: calls.append(_num_rows(args, given)), with_kwargs=True
+        )
 
     options = {"shared": {"verify_first": False}, "change": count, "max_steps": 1}
     trainer = runs.train(image_runs.grpo, "qwen2_5_vl", tmp_path, **options).trainer

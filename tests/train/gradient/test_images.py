@@ -34,8 +34,8 @@ def count_calls(model: nn.Module) -> list[int]:
     def count(*_: object) -> None:
         calls[0] += 1
 
-    tower = getattr(inner.model, "visual", None) or inner.model.vision_tower
-    tower.register_forward_pre_hook(count)
+    vision_tower = getattr(inner.model, "visual", None) or inner.model.vision_tower
+    vision_tower.register_forward_pre_hook(count)
     return calls
 
 
@@ -47,7 +47,7 @@ def assert_equal(model: nn.Module, sequences: list[Sequenced], **options: object
     masks = [one.mask for one in sequences]
     num_calls = count_calls(model)
     result = backward(model, forest_of(sequences), sft(masks, normalizer="sum"), **options)
-    assert num_calls == [1], "each distinct image goes through the tower once a step"
+    assert num_calls == [1], "each distinct image goes through the vision tower once a step"
     actual = take_gradients(model)
     assert result.loss == pytest.approx(expected_loss.item(), rel=1e-6)
     largest = max(float(grad.abs().max()) for grad in expected.values())
@@ -118,7 +118,7 @@ def test_other_backends_see_images_alike(family: str, backend: str) -> None:
 
 
 FROZEN = {
-    "tower": ("visual.blocks", "visual.patch_embed", "vision_tower"),
+    "vision tower": ("visual.blocks", "visual.patch_embed", "vision_tower"),
     "all of vision": ("visual", "vision_tower", "multi_modal_projector"),
     "text": ("language_model", "lm_head"),
 }

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from treering.analysis.tower import TowerShape
+from treering.analysis.vision_tower import VisionTowerShape
 from treering.data import RenderedTrajectory
 from treering.data.cache.dataset import TokenDataset
 from treering.data.image import ImageData
@@ -89,11 +89,11 @@ class ImagesReport:
 class _Counts:
     """Sums over tasks."""
 
-    def __init__(self, dataset: TokenDataset, tower: TowerShape | None) -> None:
-        self._dataset, self._tower = dataset, tower
+    def __init__(self, dataset: TokenDataset, vision_tower: VisionTowerShape | None) -> None:
+        self._dataset, self._vision_tower = dataset, vision_tower
         self._turn_ends = dataset.last_turn_ends
         self._num_images = self._num_distinct = self._image_tokens = self._unique_image_tokens = 0
-        self._flat_tower_flops = self._tower_flops = 0
+        self._flat_vision_flops = self._vision_flops = 0
         self.tree = self._turns_tree = Work(num_tokens=0, num_pairs=0)
         self.branching = BranchingCounter()
         self.num_prompt_shared = self.largest_tree = self.num_without_routes = 0
@@ -136,9 +136,9 @@ class _Counts:
         self._num_distinct += len(forest.images)
         self._image_tokens += sum(image.num_tokens for image in placed)
         self._unique_image_tokens += int((forest.tokens < 0).sum())
-        if self._tower is not None:
-            self._flat_tower_flops += self._tower.flops(placed)
-            self._tower_flops += self._tower.flops(forest.images)
+        if self._vision_tower is not None:
+            self._flat_vision_flops += self._vision_tower.flops(placed)
+            self._vision_flops += self._vision_tower.flops(forest.images)
 
     def images(self, flat: Work, shape: ModelShape) -> ImagesReport:
         text = [train_flops(shape, work.num_tokens, work.num_pairs) for work in (flat, self.tree)]
@@ -149,8 +149,8 @@ class _Counts:
             tokens=self._image_tokens,
             unique_tokens=self._unique_image_tokens,
             flop_bound=None
-            if self._tower is None
-            else (text[0] + self._flat_tower_flops) / (text[1] + self._tower_flops),
+            if self._vision_tower is None
+            else (text[0] + self._flat_vision_flops) / (text[1] + self._vision_flops),
         )
 
     def turns(self, shape: ModelShape) -> CutReport:
@@ -239,13 +239,13 @@ def measure(
     shape: ModelShape,
     tokenizer_dir: Path | None = None,
     num_causes: int = 0,
-    tower: TowerShape | None = None,
+    vision_tower: VisionTowerShape | None = None,
 ) -> FileReport:
     """Return the report of a dataset, built one tree at a time; only the search for causes keeps all trees.
 
-    `tower` is the vision tower to count for images.
+    `vision_tower` is the one to count for images.
     """
-    counts, forests = _Counts(dataset, tower), list[Forest]()
+    counts, forests = _Counts(dataset, vision_tower), list[Forest]()
     for task in range(dataset.num_tasks):
         forest = counts.add(dataset.rows_of(task))
         if num_causes:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from treering.analysis.tower import read_tower
+from treering.analysis.vision_tower import read_vision_tower
 from treering.cli.data_files import expanded, read_file, show_build
 from treering.cli.display import PlainConsole, WorkProgress, figures_table, note_compiling
 from treering.cli.inspect.file_report import FileReport, as_table, measure
@@ -36,8 +36,8 @@ def inspect_files(options: InspectOptions) -> list[FileReport]:
     """
     name, tokenizer = options.model_shape or DEFAULT_SHAPE, options.tokenizer_dir
     shape = find_shape(name)
-    # Read the tower of the named model folder, else of the model whose processor reads the images.
-    tower = read_tower(Path(name)) or (None if tokenizer is None else read_tower(tokenizer))
+    # Read the vision tower of the named model folder, else of the model whose processor reads the images.
+    vision_tower = read_vision_tower(Path(name)) or (None if tokenizer is None else read_vision_tower(tokenizer))
     num_causes = _NUM_CAUSES if options.why else 0
     reports: list[FileReport] = []
     with WorkProgress(PlainConsole(stderr=True)) as progress:
@@ -45,7 +45,7 @@ def inspect_files(options: InspectOptions) -> list[FileReport]:
             if not reports:
                 note_compiling(progress.console, fill_forest, *([find_repeats] if options.why else []))
             progress.show(f"{Path(dataset.facts.source).name}: merging")
-            reports.append(measure(dataset, shape, tokenizer, num_causes, tower))
+            reports.append(measure(dataset, shape, tokenizer, num_causes, vision_tower))
     return reports
 
 

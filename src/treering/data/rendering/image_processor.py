@@ -93,7 +93,7 @@ MAX_HELD_BYTES = 1 << 28
 """Size of the cache of pixel values; an image that is larger is processed on each use."""
 
 
-_TOWERS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
+_MEDIA_KEYS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
 
 
 def takes_images(folder: Path) -> bool:
@@ -103,7 +103,7 @@ def takes_images(folder: Path) -> bool:
         ConfigError: its config.json is not a JSON object.
     """
     has_processor = any((folder / name).is_file() for name in PROCESSOR_FILES)
-    return has_processor or bool(read_settings(folder / "config.json").keys() & set(_TOWERS))
+    return has_processor or bool(read_settings(folder / "config.json").keys() & set(_MEDIA_KEYS))
 
 
 class _Facts(NamedTuple):

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from tests.image_models import build, image
-from treering.analysis.tower import read_tower
+from treering.analysis.vision_tower import read_vision_tower
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 
@@ -48,13 +48,13 @@ def test_flops_are_those_of_the_weights_and_the_pairs_of_patches(tmp_path, famil
     patches, tokens = matrices_of(model)
     vision = model.config.vision_config
     forward = 2 * (patches * num_patches + tokens * one.num_tokens) + 4 * vision.hidden_size * num_pairs(model, one)
-    tower = read_tower(tmp_path)
-    assert tower.flops([one, one]) == 3 * 2 * forward
+    vision_tower = read_vision_tower(tmp_path)
+    assert vision_tower.flops([one, one]) == 3 * 2 * forward
 
 
 def test_a_model_of_text_and_a_short_config_have_no_tower(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    assert read_tower(tmp_path) is None
+    assert read_vision_tower(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "vision_config": {"patch_size": 2}}))
-    assert read_tower(tmp_path) is None
-    assert read_tower(tmp_path / "missing") is None
+    assert read_vision_tower(tmp_path) is None
+    assert read_vision_tower(tmp_path / "missing") is None

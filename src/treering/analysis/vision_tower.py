@@ -10,7 +10,7 @@ from treering.data.image import ImageData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TowerShape:
+class VisionTowerShape:
     """Sizes of a vision tower, and of the projection of its outputs to the text, that decide its cost.
 
     Example: two layers of width 8 with 1,000 parameters per patch, in an image of 4 patches that see each other and
@@ -46,8 +46,8 @@ class TowerShape:
         return matmuls + 4 * self.hidden_size * num_crops * pairs
 
 
-def read_tower(path: Path) -> TowerShape | None:
-    """Read the tower that a model's config.json describes, from its path or folder; None if unknown or incomplete.
+def read_vision_tower(path: Path) -> VisionTowerShape | None:
+    """Read the vision tower of a model from its config.json or folder; None if it is unknown or incomplete.
 
     Example: the folder of a text model has none.
     """
@@ -60,9 +60,9 @@ def read_tower(path: Path) -> TowerShape | None:
         return None
 
 
-def _qwen2_5_vl(config: Mapping[str, Any], vision: Mapping[str, Any]) -> TowerShape:
+def _qwen2_5_vl(config: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionTowerShape:
     num_full = len(vision["fullatt_block_indexes"])
-    return TowerShape(
+    return VisionTowerShape(
         params_per_patch=_layers(vision, vision["depth"], num_mlps=3) + _embedding(vision),
         params_per_token=_merger(vision),
         hidden_size=vision["hidden_size"],
@@ -72,8 +72,8 @@ def _qwen2_5_vl(config: Mapping[str, Any], vision: Mapping[str, Any]) -> TowerSh
     )
 
 
-def _qwen3_vl(config: Mapping[str, Any], vision: Mapping[str, Any]) -> TowerShape:
-    return TowerShape(
+def _qwen3_vl(config: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionTowerShape:
+    return VisionTowerShape(
         params_per_patch=_layers(vision, vision["depth"], num_mlps=2) + _embedding(vision),
         params_per_token=_merger(vision) * (1 + len(vision["deepstack_visual_indexes"])),
         hidden_size=vision["hidden_size"],
@@ -81,9 +81,9 @@ def _qwen3_vl(config: Mapping[str, Any], vision: Mapping[str, Any]) -> TowerShap
     )
 
 
-def _gemma3(config: Mapping[str, Any], vision: Mapping[str, Any]) -> TowerShape:
+def _gemma3(config: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionTowerShape:
     patch, width = vision["patch_size"], vision["hidden_size"]
-    return TowerShape(
+    return VisionTowerShape(
         params_per_patch=_layers(vision, vision["num_hidden_layers"], num_mlps=2) + 3 * patch**2 * width,
         params_per_token=width * config["text_config"]["hidden_size"],
         hidden_size=width,
