@@ -219,7 +219,10 @@ REFUSED = {
         "of the assistant has an image",
     ),
     "raw": ({**image("a.png"), "format": "raw"}, "cannot hold images"),
-    "own_part": ({"messages": [user({"type": "picture", "picture": "a.png"}), SAID], "task_id": 1}, "is an image as"),
+    "own_part": (
+        {"messages": [user({"type": "image_source", "image_source": "a.png"}), SAID], "task_id": 1},
+        "is an image as",
+    ),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}], "images": ["a.png"]},
         "images changes what is trained",

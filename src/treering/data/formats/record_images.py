@@ -15,7 +15,7 @@ from treering.data.formats.json_fields import is_blank, show
 from treering.data.image import ImageSource, base64_source, named_source
 from treering.errors import InputError, plural
 
-IMAGE_PART = "picture"
+IMAGE_PART = "image_source"
 """Type of a part that holds a `ImageSource`, which a file cannot contain."""
 COLUMNS = ("images", "image")
 """Columns of images next to the messages."""
@@ -58,7 +58,7 @@ def with_images(record: Mapping[str, Any], folder: Path, where: str, note: Calla
         InputError: an image is a network address, images and placeholders differ in number, or a part is malformed.
 
     Example: the part `{"type": "image_url", "image_url": {"url": "a.png"}}` becomes
-    `{"type": "picture", "picture": ImageSource(folder=folder, file="a.png")}`.
+    `{"type": "image_source", "image_source": ImageSource(folder=folder, file="a.png")}`.
     """
     columns = [key for key in COLUMNS if not is_blank(record.get(key))]
     found = dict(record)
