@@ -141,7 +141,7 @@ def test_one_advantage_per_trajectory_goes_to_all_of_its_sampled_tokens() -> Non
     ("advantages", "expected"),
     [
         ([1.0], "got 1 for 2;"),
-        ([1.0, [1.0] * 5], r"advantages\[1\] is one number or one per token: 6 tokens, got shape \(5,\)"),
+        ([1.0, [1.0] * 5], r"advantages\[1\] is one number or one per token \(6\), got shape \(5,\)"),
         ([1.0, 2.0], r"nodes\[1\] is shared .* advantages\[1\].*tree_advantages"),
         ([1.0, float("inf")], r"advantages\[1\] must be finite .* nodes\[1\]"),
     ],

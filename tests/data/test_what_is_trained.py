@@ -130,7 +130,7 @@ def test_a_mask_of_any_name_decides_which_tokens_are_trained(tmp_path, tokens, m
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ({"labels": [-100, 7, 8, -100]}, r"labels\[1\] must be -100 or the token at its own place, 6"),
+        ({"labels": [-100, 7, 8, -100]}, r"labels\[1\] must be -100 or the token at its own position, 6"),
         ({"response_mask": [1, 1]}, "response_mask has one entry per token, got 2 for 4"),
         ({"response_mask": [0, 0, 1, 2]}, r"response_mask\[3\] must be 0, 1"),
         ({"loss_mask": [0, 0, 1, 1], "labels": [-100, 6, 7, 8]}, "they differ"),
