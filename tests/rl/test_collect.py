@@ -260,7 +260,7 @@ def test_what_cannot_be_collected_is_refused() -> None:
         run(prompts=[*PROMPTS, prompt_of(8, prompt_id="a")])
     engine = ScriptedEngine(countdown)
     engine.submit([Request(prompt_id="z", prompt=np.array([1], np.int32), sampling=SAMPLING)])
-    with pytest.raises(StateError, match="this one has 1 requests"):
+    with pytest.raises(StateError, match="got one with 1 request;"):
         collect(engine, Fake(), PROMPTS, {}, group_size=1, sampling=SAMPLING)
     assert engine.num_unfinished == 1
 
