@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,16 @@ def test_a_state_with_optimizer_resumes_bitwise_and_one_without_starts_fresh(ser
         service.create_training_client_from_state(path).result()
 
 
+def test_models_without_a_seed_train_alike(service: tinker.ServiceClient) -> None:
+    losses = []
+    for _ in range(2):
+        trained = service.create_lora_training_client(base_model=NAME, rank=4).result()
+        trained.forward_backward(batch(), "cross_entropy")
+        trained.optim_step(ADAM).result()
+        losses.append(loss_of(trained.forward(batch(), "cross_entropy").result()))
+    assert losses[0] == losses[1]
+
+
 def test_named_sampler_weights_stay_while_training_goes_on(service: tinker.ServiceClient) -> None:
     trained = service.create_lora_training_client(base_model=NAME, rank=4, seed=3).result()
     params, prompt = types.SamplingParams(max_tokens=8, seed=1), tinker.ModelInput.from_ints(PROMPT)
@@ -271,6 +282,7 @@ def test_wrong_bodies_are_refused_with_the_field(
 ) -> None:
     url, session = server[0], service.holder.get_session_id()
     create = {"session_id": session, "model_seq_id": 99, "base_model": NAME}
+    model_id = service.create_lora_training_client(base_model=NAME, rank=2).result().model_id
     cases: list[tuple[str, Any, int, str]] = [
         ("create_model", {**create, "lora_config": {"rank": -1}}, 400, "rank"),
         ("create_model", {**create, "lora_config": {"rank": "8"}}, 400, "rank"),
@@ -295,6 +307,14 @@ def test_wrong_bodies_are_refused_with_the_field(
             400,
             "top_p",
         ),
+        (
+            "asample",
+            {"base_model": NAME, "prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {"stop": 7}},
+            400,
+            "stop",
+        ),
+        ("save_weights", {"model_id": model_id, "path": "x", "ttl_seconds": 2**63}, 400, "ttl_seconds"),
+        ("save_weights", {"model_id": model_id, "path": "x", "ttl_seconds": 0}, 400, "ttl_seconds"),
         ("weights_info", {"tinker_path": "tinker://../weights/x"}, 400, "path"),
         ("load_weights", {"session_id": session, "model_seq_id": 98, "path": NO_PATH}, 404, "checkpoint"),
         ("retrieve_future", {"request_id": "nothing"}, 410, "nothing"),
@@ -305,6 +325,62 @@ def test_wrong_bodies_are_refused_with_the_field(
         got, answer = ask(url, path, body)
         message = answer.get("error", {"message": "none"})["message"]
         assert (got, words in message) == (status, True), (path, body, got, answer)
+
+
+JUNK = (None, True, -1, 2**70, 1e308, float("nan"), "", "x", "\ud800", "tinker://x", [], [None], ["a"], {}, {"a": 1})
+
+
+def damaged(random: Random, body: Any) -> Any:
+    """Return a copy of a JSON value in which one part is another value, or missing."""
+    if not isinstance(body, dict | list) or not body or random.random() < 0.1:
+        return random.choice(JUNK)
+    keys = list(body) if isinstance(body, dict) else list(range(len(body)))
+    key, copy = random.choice(keys), body.copy()
+    if random.random() < 0.2:
+        del copy[key]
+    else:
+        copy[key] = damaged(random, body[key])
+    return copy
+
+
+def test_no_damaged_body_is_an_error_of_the_server(
+    server: tuple[str, TinkerRoutes], service: tinker.ServiceClient
+) -> None:
+    url, random, session = server[0], Random(0), service.holder.get_session_id()
+    model = service.create_lora_training_client(base_model=NAME, rank=2).result()
+    saved = model.save_state("whole").result().path
+    adam = {"learning_rate": 1e-3, "beta1": 0.9, "eps": 1e-8}
+    sampling = {"max_tokens": 2, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "seed": 3, "stop": [31]}
+    bodies: list[tuple[str, Any]] = [
+        ("create_session", {"sdk_version": "0.38.0", "user_metadata": {"a": "b"}}),
+        ("create_model", {"session_id": session, "base_model": NAME, "lora_config": {"rank": 2, "seed": 1}}),
+        ("optim_step", {"model_id": model.model_id, "adam_params": adam}),
+        ("save_weights", {"model_id": model.model_id, "path": "x", "ttl_seconds": 5, "overwrite": True}),
+        ("save_weights_for_sampler", {"model_id": model.model_id, "path": "x", "kind": "snapshot"}),
+        ("load_weights", {"model_id": model.model_id, "path": saved, "optimizer": True}),
+        ("create_sampling_session", {"session_id": session, "base_model": NAME}),
+        (
+            "asample",
+            {
+                "base_model": NAME,
+                "num_samples": 1,
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+                "sampling_params": sampling,
+                "prompt_logprobs": True,
+                "topk_prompt_logprobs": 1,
+                "target_prompt_logprobs": {"data": [3, 4, 5], "shape": [3, 1], "dtype": "int64"},
+            },
+        ),
+        ("weights_info", {"tinker_path": saved}),
+    ]
+    for _ in range(300):
+        path, whole = random.choice(bodies)
+        body = damaged(random, whole)
+        status, answer = ask(url, path, body)
+        assert status in (200, 400, 404), (path, body, answer)
+        if "request_id" in answer and path != "asample":
+            _, found = ask(url, "retrieve_future", {"request_id": answer["request_id"]})
+            assert found.get("category") != "server", (path, body, found)
 
 
 def test_a_request_that_is_sent_again_runs_once(server: tuple[str, TinkerRoutes]) -> None:

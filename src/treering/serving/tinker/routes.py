@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
+from treering.data.formats.json_fields import show
 from treering.errors import ConfigError, InputError, TreeringError, UnsupportedError
 from treering.extras import require, satisfies
 from treering.model.tree_model import TreeModel
@@ -35,6 +36,7 @@ TESTED = ">=0.38,<0.39"
 """Supported releases of the client."""
 POLL_S = 20.0
 """Longest time that a poll waits for an answer; clients give up after 45 s."""
+_MAX_TTL_S = 10**9
 _ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 _RUN = re.compile(r"[0-9a-f]{32}:train:\d{1,9}", re.ASCII)
 _Answer = Callable[[Fields], Awaitable[dict[str, Any]]]
@@ -214,7 +216,8 @@ class TinkerRoutes:
         self._check_name(fields.need("base_model", str))
         _check_adam(fields)
         lora = Fields(fields.take("lora_config", dict, {"rank": 0}), "lora_config")
-        seed = lora.take_any("seed", (int,), None)
+        # A recipe that sends no seed repeats its run.
+        seed = lora.take("seed", int, 0)
         names = ("train_mlp", "train_attn", "train_unembed")
         kinds = {name: lora.take(name, bool, True) for name in names}
         options = TraineeOptions(rank=lora.take("rank", int, 0), seed=seed, **kinds)
@@ -320,6 +323,8 @@ class TinkerRoutes:
         path = f"tinker://{model.id}/{kind}/{name}"
         self._checkpoints.folder_of(path)
         ttl_s = fields.take_any("ttl_seconds", (int,), None)
+        if ttl_s is not None and not 1 <= ttl_s <= _MAX_TTL_S:
+            raise InputError(f"ttl_seconds of the body must lie in [1, {_MAX_TTL_S}], got {show(ttl_s)}")
         overwrites = fields.take("overwrite", bool, False) or kind != "weights"
         facts = {
             "base_model": self._base.name,
@@ -450,6 +455,10 @@ class TinkerRoutes:
         given: dict[str, Any] = fields.need("sampling_params", dict)
         stop = given.pop("stop", None)
         stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list | None):
+            raise InputError(
+                f"stop of sampling_params must be a string, or a list of strings or token ids, got {show(stop)}"
+            )
         if stops is not None:
             ids = [each for each in stops if not isinstance(each, str)]
             given |= {"stop_token_ids": ids, "stop": [each for each in stops if isinstance(each, str)]}

@@ -40,7 +40,7 @@ class TraineeOptions:
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True
-    seed: int | None = None
+    seed: int = 0
 
     def facts(self) -> dict[str, Any]:
         """Return the entries about it in a checkpoint."""
@@ -75,10 +75,7 @@ class SharedBase:
         own = copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared})
         lora = LoraOptions(rank=options.rank, alpha=LORA_ALPHA, target_modules=tuple(names))
         with self._lock, torch.random.fork_rng():
-            if options.seed is None:
-                torch.seed()
-            else:
-                torch.manual_seed(options.seed)
+            torch.manual_seed(options.seed)
             add_lora(own, lora, base=self.name, with_head=options.train_unembed)
         return own.eval()
 
