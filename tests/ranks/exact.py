@@ -22,9 +22,11 @@ from treering.ranks.setup import without_ddp
 from treering.train.step import backward as measuring_backward
 from treering.tree.forest import Forest
 
-# On two ranks every batch runs with the plain wraps; other wraps and more ranks run the most demanding batches.
+# On two ranks every batch runs with the plain wraps; other wraps, and more ranks, run the most demanding batches. What
+# a wrap is does not depend on the number of ranks, so more of them run only these.
 ALWAYS = ("skewed", "gspo in partitions")
-PLAIN = ("root", "layers", "tied")
+PLAIN = ("layers", "tied")
+ON_MORE_RANKS = (*PLAIN, "hybrid")
 
 
 def backward(*args: Any, **options: Any) -> Any:
@@ -43,15 +45,16 @@ class Case(NamedTuple):
 
 
 def cases(num_ranks: int) -> Iterator[Case]:
-    names = batches(num_ranks)
+    names, is_pair = batches(num_ranks), num_ranks == 2
     for wrap, batch, mode in itertools.product(SHARDED, names, ("sharded", "gathered")):
-        is_plain, is_uneven = wrap in PLAIN and num_ranks == 2, mode == "gathered" and batch == "uneven gspo"
+        is_plain, is_uneven = wrap in PLAIN and is_pair, mode == "gathered" and batch == "uneven gspo"
         is_cut = batch.startswith("uneven") or "partitions" in batch
-        fits = not (mode == "sharded" and is_cut) and not (wrap == "hybrid" and num_ranks < 4)
+        fits = not (mode == "sharded" and is_cut) and (wrap != "hybrid" if is_pair else wrap in ON_MORE_RANKS)
         if (is_plain or is_uneven or batch in ALWAYS) and fits:
             yield Case(wrap, batch, mode)
-    for wrap, batch in itertools.product(WHOLE, names if num_ranks == 2 else (*ALWAYS, "uneven gspo")):
-        yield Case(f"whole {wrap}", batch, "gathered")
+    for wrap in WHOLE if is_pair else ("DDP",):
+        for batch in names if is_pair and wrap == "DDP" else (*ALWAYS, "uneven gspo"):
+            yield Case(f"whole {wrap}", batch, "gathered")
 
 
 def run_cases(num_ranks: int, rank: int) -> dict[str, float]:
@@ -64,7 +67,7 @@ def run_cases(num_ranks: int, rank: int) -> dict[str, float]:
         if (name, case.batch) not in expected:
             expected[name, case.batch] = alone(build(name), batch)
         wrap = (WHOLE if case.wrap.startswith("whole") else SHARDED)[name]
-        errors[str(case)] = together(wrap(build(name)), batch, case.mode, rank, expected[name, case.batch])
+        errors[str(case)] = together(wrap(build(name)), batch, case, rank, expected[name, case.batch])
     return errors
 
 
@@ -117,17 +120,16 @@ def alone(model: nn.Module, batch: RankBatch) -> dict[str, Tensor]:
     return gradients(model)
 
 
-def together(model: nn.Module, batch: RankBatch, mode: Any, rank: int, expected: dict[str, Tensor]) -> float:
-    """Return the error of two steps whose gradients add up, by a model and by the module inside DDP."""
-    group = ranks.prepare(model)
-    total = 0.0
-    for called in (model, without_ddp(model)):
-        result = backward(called, batch.forests(rank), batch.make_objective(rank), batch.max_tokens, ranks=mode)
+def together(model: nn.Module, batch: RankBatch, case: Case, rank: int, expected: dict[str, Tensor]) -> float:
+    """Return the error of a step; or of two whose gradients add up, by a model and by the module inside DDP."""
+    group, mode = ranks.prepare(model), case.mode
+    steps = [model, without_ddp(model)] if case.batch in ALWAYS or case.wrap == "whole DDP" else [model]
+    for called in steps:
+        result = backward(called, batch.forests(rank), batch.make_objective(rank), batch.max_tokens, ranks=mode)  # type: ignore[arg-type]
         assert result.plan.ranks == mode
-        total += result.loss
     assert group.size > 1
-    halves = {name: gradient / 2 for name, gradient in gradients(without_ddp(model)).items()}
-    return error_of(halves, expected)
+    means = {name: gradient / len(steps) for name, gradient in gradients(without_ddp(model)).items()}
+    return error_of(means, expected)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

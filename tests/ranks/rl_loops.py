@@ -54,6 +54,11 @@ CASES = (
 SAVED = CASES[2:4]
 
 
+def cases(num_ranks: int) -> tuple[RlCase, ...]:
+    """Return the cases of a number of ranks: more than two run those that are saved."""
+    return CASES if num_ranks == 2 else SAVED
+
+
 class Run(NamedTuple):
     """Results of a loop: final weights, and of each step its values and its rollouts with rewards."""
 
@@ -146,7 +151,7 @@ def run_rl_loops(folder: Path, before: Path | None, num_ranks: int, rank: int) -
     `folder` belongs to this number of ranks and has the runs of one process; `before` belongs to fewer ranks.
     """
     found: dict[str, Any] = {}
-    for case in CASES:
+    for case in cases(num_ranks):
         expected = expected_of(folder, case)
         run = train(make_loop(case, on_ranks=True), folder / f"rl-{case.model}" if case in SAVED else None)
         found[str(case)] = {

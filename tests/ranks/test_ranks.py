@@ -67,8 +67,9 @@ def test_gradients_are_those_of_one_process(size: int, name: str, found: Found) 
     assert max(rank["exact"][name] for rank in found[size]) <= EXACT
 
 
-@pytest.mark.parametrize("size", NUM_RANKS)
-@pytest.mark.parametrize("case", rl_loops.CASES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "case"), [(size, case) for size in NUM_RANKS for case in rl_loops.cases(size)], ids=str
+)
 def test_ranks_that_share_prompts_train_and_log_as_one(case: rl_loops.RlCase, size: int, found: Found) -> None:
     for rank in found[size]:
         run = rank["rl_loops"][str(case)]
