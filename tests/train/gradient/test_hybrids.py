@@ -66,7 +66,7 @@ def test_any_partition_gives_the_gradients_of_flat_sequences(batch: Batch, seed:
 @pytest.mark.parametrize("planning", ["fork, padded", "rescan"])
 @pytest.mark.parametrize("size", [1, 3, 40])
 def test_partitions_are_exact_whatever_the_plan(size: int, planning: str, family: str) -> None:
-    batch = batch_of([bushy(4)]) if size < 40 else batch_of([LONG, bushy(12)])
+    batch = batch_of([FORKS]) if size < 40 else batch_of([LONG, bushy(12)])
     with planned(planning), cut_by(lambda tree: random_partitions(tree, 1, size, cut=0.1)):
         assert_step_is_exact(MODELS[family], batch, "dapo", "sequence_mean")
 
