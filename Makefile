@@ -85,10 +85,11 @@ $(TINKER)/.installed: pyproject.toml constraints.txt constraints-tinker.txt | $(
 # Inside vLLM's build for CPUs, with TRL beside it, in an environment of its own: vLLM pins torch and much else exactly. One
 # process, because each test process starts its own engines, and fork is not safe once numba's threads run.
 VLLM := .venv-vllm
-# A process for each file: what an LLM in the same process changes, other files would meet. The left-out one needs no vLLM.
+# A process for each file: what an LLM in the same process changes, other files would meet. The left-out ones need no vLLM,
+# and `make test` runs them.
 # Status 5 is that of a file of which MARKS leave no test.
 # vLLM warns of its own at import.
-VLLM_TESTS ?= $(filter-out %/test_weights.py,$(wildcard tests/integrations/vllm/test_*.py))
+VLLM_TESTS ?= $(filter-out $(addprefix %/test_,guard.py plugin.py running.py weights.py),$(wildcard tests/integrations/vllm/test_*.py))
 vllm-test: $(VLLM)/.installed
 	@for file in $(VLLM_TESTS); do \
 	  OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -o filterwarnings=default -m "$(MARKS)" $$file || [ $$? = 5 ] || exit 1; \
