@@ -31,7 +31,7 @@ def main(options: dict[str, Any], out: Path) -> None:
     dist.init_process_group("gloo")
     whole = build_model(shape=SHAPE)
     sharded = build_model(shape=SHAPE)
-    group = shard_model(sharded)
+    group = shard_model(sharded, "none")
     source = find_source()
     assert source is not None
     found = {}

@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from treering.cli.ranks import joined, speaks_of_end
@@ -53,6 +54,19 @@ def test_processes_that_know_of_no_store_do_not_need_one(ask: Ask, monkeypatch: 
 def test_one_process_speaks(ask: Ask) -> None:
     ask.set(WORLD_SIZE="1")
     assert ask(0)
+
+
+def test_on_cuda_a_rank_has_a_device_before_nccl_starts_and_the_host_for_small_sums(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", calls.append)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    ask.set(RANK="11", LOCAL_RANK="3")
+    with joined():
+        assert calls == [3, "cpu:gloo,cuda:nccl"]
 
 
 @pytest.mark.parametrize(

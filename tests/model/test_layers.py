@@ -1,11 +1,13 @@
 """Law 2 with compiled layers and with Liger's kernels, whoever installed them."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.fx.experimental import _config as shape_config
 
@@ -13,14 +15,16 @@ import treering
 from tests import liger
 from tests.attention import fake_flash
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
-from tests.train.loop.runs import tiny_loop
 from treering.config.optim import OptimOptions
+from treering.config.sft import SftOptions
 from treering.errors import MissingExtraError, UnsupportedError
 from treering.model.forward import FILLER, hidden_states
 from treering.model.layers import choose_layers, enable_gradient_checkpointing, layers_of, set_layers
 from treering.model.tree_model import TreeModel
 from treering.objectives import sft
+from treering.ranks.group import RankGroup
 from treering.train.loop import compute
+from treering.train.loop.update import Updater
 from treering.train.memory import PROBE_TOKENS, bytes_per_token
 from treering.train.step import backward
 from treering.tree.forest import Forest
@@ -139,6 +143,25 @@ def test_partitions_by_ligers_kernels_are_exact(monkeypatch: pytest.MonkeyPatch)
             assert_gradients_equal(gradients(model, max_tokens=4), expected, STOCK)
     finally:
         undo()
+
+
+@pytest.mark.slow
+def test_ligers_kernels_are_exact_in_layers_that_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    liger.interpret(monkeypatch)
+    model = build(num_hidden_layers=1)
+    expected = flat_gradients(model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compute.shard_model(model, "none")
+        undo = set_layers(model, "liger")
+        assert layers_of(model) == "liger"
+        actual = gradients(model)
+        assert_gradients_equal({name: shard.full_tensor() for name, shard in actual.items()}, expected, STOCK)
+        undo()
+    finally:
+        del model
+        gc.collect()
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -263,7 +286,10 @@ def test_auto_leaves_layers_that_somebody_has_compiled() -> None:
     assert choose_layers(model, 5, num_ranks=1, device=CUDA) == ("compiled", "as the model came")
 
 
-def test_a_loop_applies_the_layers_that_auto_chooses_before_its_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_a_loop_applies_the_layers_that_auto_chooses_before_its_first_update(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, applied = [], []
 
     def choose(model: nn.Module, num_steps: int | None, **options: object) -> tuple[str, str]:
@@ -273,5 +299,5 @@ def test_a_loop_applies_the_layers_that_auto_chooses_before_its_first_update(mon
     monkeypatch.setattr(compute, "choose_layers", choose)
     monkeypatch.setattr(compute, "set_layers", lambda model, layers: applied.append(layers))
     optim = OptimOptions(learning_rate=1e-2, num_steps=7)
-    tiny_loop(build(num_hidden_layers=1), optim, layers="auto")
-    assert (asked, applied) == ([(7, 1)], ["compiled"])
+    Updater(build(num_hidden_layers=1), optim, SftOptions(layers="auto"), group=RankGroup(size=num_ranks))
+    assert (asked, applied) == ([(7, num_ranks)], ["compiled"])

@@ -65,7 +65,7 @@ def error_in_three_passes(mode: Any, rank: int) -> float:
     trees = [Forest.from_sequences(tree(number)) for number in range(dist.get_world_size())]
     single, model = build(), build()
     backward(single, trees, sft(), ranks="alone")
-    shard_model(model)
+    shard_model(model, "none")
     with ExitStack() as stack:
         for name, value in (("has_kernels", lambda _: True), ("rows_at_once", lambda *_: 2)):
             stack.enter_context(mock.patch(f"treering.model.scoring.{name}", value))
@@ -123,7 +123,7 @@ def fewest_tokens(mode: Any, rank: int) -> list[Any]:
     single, model = build(), build()
     backward(single, trees, sft(), ranks="alone")
     if mode != "whole":
-        shard_model(model)
+        shard_model(model, "none")
     ranks.prepare(model)
     mode = "gathered" if mode == "whole" else mode
 
@@ -149,7 +149,7 @@ def main(folder: Path) -> None:
     found: dict[str, Any] = {}
     for mode in ("sharded", "gathered"):
         model: nn.Module = build()
-        shard_model(model)
+        shard_model(model, "none")
         found[mode] = recorded(model, mode, rank)
     model = build()
     group = ranks.prepare(model)

@@ -78,7 +78,7 @@ def make_loop(case: RlCase, *, on_ranks: bool, seed: int = 0) -> RlLoop:
         group = prepare(model)
     elif on_ranks:
         whole = copy.deepcopy(model)
-        group = shard_model(model)
+        group = shard_model(model, "none")
 
     def make_engine(drafter: Drafter | None, version: int) -> Any:
         if case.engine in ("scripted", "distilled"):

@@ -96,7 +96,7 @@ def peak_memory_bytes(model: nn.Module) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def shard_model(model: nn.Module, autocast: Autocast = "none") -> RankGroup:
+def shard_model(model: nn.Module, autocast: Autocast) -> RankGroup:
     """Shard a model over all processes, with one unit per layer and one for the rest, and sum its gradients.
 
     Under autocast to bfloat16, weights are gathered in bfloat16; 16-bit gradients are summed in float32.
