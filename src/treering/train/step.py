@@ -11,7 +11,7 @@ the model.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -150,7 +150,8 @@ def backward(
             gradient has been added.
         ConfigError: options that contradict each other.
         StateError: gradients are switched off, or no parameter requires one; several ranks run and the model is not
-            prepared, or another rank runs different passes or rejects its inputs.
+            prepared, or another rank runs different passes or rejects its inputs. After gradients have been added: an
+            optimizer that steps within backward has changed weights between micro-batches or partitions.
         UnsupportedError: a model whose gradients would not be exact; router losses of a model without routers, or under
             reentrant gradient checkpointing.
 
@@ -376,6 +377,16 @@ def _nothing() -> None:
     pass
 
 
+def _check_unchanged(weights: Mapping[nn.Parameter, int]) -> None:
+    """Refuse weights that differ from their versions at the start, since passes share a step."""
+    if any(weight._version != version for weight, version in weights.items()):
+        raise StateError(
+            "a step in several micro-batches or partitions needs the same weights in all, and a hook has changed "
+            "some within backward, as optimizers that step there do: this step is wrong; start again without the "
+            "hook, or with max_tokens=None"
+        )
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Passes:
     """Forwards and backwards of a step, with the sums of their losses and metrics.
@@ -417,6 +428,7 @@ class _Passes:
         if chains:
             self.parents = choose_parents(self.scorer.parts, chain_tokens=max(chains))
         begin_step()
+        weights = {one: one._version for one in self.scorer.parts.model.parameters() if one.requires_grad}
         vectors = self._score_first()
         self._begin("training", range(len(self.units)))
         num_done = 0
@@ -430,6 +442,8 @@ class _Passes:
                 self._run_partitioned(unit, self.selected[number], vectors.get(number), before_last)
             num_done += unit.forest.num_tokens
             self._progress.reach(num_done)
+            if number + 1 < len(self.units) or isinstance(unit, PartitionedTree):
+                _check_unchanged(weights)
         for _ in range(self._num_passes, self.min_passes):
             self._run_nothing()
 

@@ -287,3 +287,22 @@ def test_checkpointed_adapters_of_every_family_are_exact(family: str, mode: str)
     actual = take_gradients(model)
     assert actual
     assert_gradients_equal(actual, expected, 1e-10)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5])
+def test_an_optimizer_that_steps_within_backward_is_refused_in_several_micro_batches(max_tokens: int | None) -> None:
+    """The second micro-batch would read other weights; with one, each weight steps once, on its whole gradient."""
+    batch = [Forest.from_sequences([[i, 2, 3, 4], [i, 2, 5]]) for i in (1, 6)]
+    stepping, plain = build_float64(), build_float64()
+    for weight in stepping.parameters():
+        own = torch.optim.SGD([weight], lr=0.1)
+        weight.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    if max_tokens is not None:
+        with pytest.raises(StateError, match=r"changed some within backward.*max_tokens=None"):
+            backward(stepping, batch, sft(), max_tokens=max_tokens)
+        return
+    backward(stepping, batch, sft())
+    backward(plain, batch, sft())
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for ours, theirs in zip(stepping.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
