@@ -134,6 +134,11 @@ class RlConfig(Config):
             )
         if engine.kind == "vllm":
             check_vllm(engine, self.sampling, old_logprobs=self.rl.old_logprobs)
+        if engine.kind == "vllm" and self.rl.rehearse == "on" and engine.verification != "exact":
+            raise ConfigError(
+                'rl.rehearse = "on" draws rehearsed tokens again with their own noise, which vLLM does only with '
+                f'engine.verification = "exact", got {engine.verification!r}; set it, or rl.rehearse = "off"'
+            )
         return self
 
     @model_validator(mode="after")

@@ -355,3 +355,67 @@ def test_what_the_drafter_learns_comes_back_and_is_where_the_next_engine_begins(
     assert not same(learnt, fresh)
     drafting.engine(verification="exact", drafter=drafter).refresh_history()
     assert same(drafter.state(), learnt)
+
+
+def rehearsed_tokens(engine: Any, asked: list[Request], num_steps: int | None = None) -> dict[RolloutKey, Any]:
+    engine.rehearse(asked)
+    while engine.is_rehearsing and num_steps != 0:
+        assert engine.step() == []
+        num_steps = None if num_steps is None else num_steps - 1
+    tokens: dict[RolloutKey, Any] = engine.take_rehearsals()
+    return tokens
+
+
+def test_rehearsed_rollouts_are_those_of_the_new_weights_and_take_fewer_rows(host: Host, drafting: Host) -> None:
+    asked = drafted(draw=3)[:MAX_BATCH]
+    engine = drafting.engine(verification="exact")
+    early = rehearsed_tokens(engine, asked)
+    assert engine.stats.num_rehearsed == sum(map(len, early.values())) > 0
+    assert (engine.stats.num_rows, engine.stats.num_sampled) == (0, 0)
+    disturb(host.model, size=2e-3)
+    expected = run(host.engine(version=1), asked)
+    engine.update_weights(1)
+    before = engine.stats
+    found = run(engine, [replace(one, rehearsed=early[one.key]) for one in asked])
+    counts = engine.stats.since(before)
+    again = run(engine, [replace(one, rehearsed=(early[one.key] + 1) % 64) for one in asked])
+    assert [found[key].tokens.tolist() for key in expected] == [own.tokens.tolist() for own in expected.values()]
+    assert [again[key].tokens.tolist() for key in expected] == [own.tokens.tolist() for own in expected.values()]
+    kept = {key: np.cumprod(_agrees(early[key], own.tokens)).sum() for key, own in expected.items()}
+    num_changed = sum(kept[key] < min(early[key].size, own.num_tokens) for key, own in expected.items())
+    assert (counts.num_kept, counts.num_changed) == (sum(kept.values()), num_changed)
+    # The update changes some rollouts and leaves most tokens.
+    assert 0 < num_changed < len(expected)
+    assert counts.num_kept > 0.3 * sum(map(len, early.values()))
+    # A kept token takes no pass of its own.
+    assert counts.num_rows < 0.8 * counts.num_sampled
+
+
+def _agrees(one: Any, other: Any) -> Any:
+    size = min(one.size, other.size)
+    return one[:size] == other[:size]
+
+
+def test_rehearsals_take_free_rows_only_and_keep_what_they_sampled(host: Host, drafting: Host) -> None:
+    later, now = drafted(draw=4)[:MAX_BATCH], drafted(draw=5)[: MAX_BATCH - 2]
+    expected = run(host.engine(), now)
+    engine = drafting.engine(verification="exact")
+    engine.rehearse(later)
+    for _ in range(3):
+        engine.step()
+    engine.submit(now)
+    found = {}
+    while engine.num_unfinished:
+        for rollout in engine.step():
+            found[rollout.key] = rollout
+    assert [found[key].tokens.tolist() for key in expected] == [own.tokens.tolist() for own in expected.values()]
+    early = engine.take_rehearsals()
+    assert not engine.is_rehearsing
+    assert 2 <= sum(tokens.size > 0 for tokens in early.values()) <= MAX_BATCH
+    whole = run(host.engine(), later)
+    assert all(tokens.tolist() == whole[key].tokens[: tokens.size].tolist() for key, tokens in early.items())
+
+
+def test_rehearsals_are_refused_without_exact_verification(host: Host) -> None:
+    with pytest.raises(ConfigError, match=r'verification="exact"'):
+        host.engine().rehearse(drafted()[:1])

@@ -189,11 +189,13 @@ class RequestDrafter:
         lists = [tokens[ends[b] : ends[b + 1]] for b in range(len(ends) - 1)]
         if self.vocab_size is None or not tokens or max(tokens) < self.vocab_size:
             return lists
-        return [_before(draft, self.vocab_size) for draft in lists]
+        return [before_unknown(draft, self.vocab_size) for draft in lists]
 
 
-def _before(draft: list[int], vocab_size: int) -> list[int]:
-    """Return the tokens before the first one that is beyond the vocabulary."""
+def before_unknown(draft: list[int], vocab_size: int | None) -> list[int]:
+    """Return the tokens before the first one that is beyond the vocabulary; all if its size is None."""
+    if vocab_size is None:
+        return draft
     end = next((i for i, token in enumerate(draft) if token >= vocab_size), len(draft))
     return draft[:end]
 

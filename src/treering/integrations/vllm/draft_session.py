@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from treering.arrays import Int32Array, Int64Array
 from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.request_drafter import RequestDrafter
+from treering.history.draft.request_drafter import RequestDrafter, before_unknown
 from treering.history.match.sources import GainGate
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.reader import BackgroundReader, HistoryReader
@@ -143,6 +143,7 @@ class RunnerRows:
     Attributes:
         ends: int64 [B], number of tokens at which each row of the latest step ends at the latest.
         first_ends: int64 [B], number of tokens from which its stop tokens may end it, by its `min_tokens`.
+        rehearsed: by request, the tokens that its prompt is expected to go on with, and how many are before them.
     """
 
     def __init__(self, requests: RequestDrafter, prompts: PromptTable) -> None:
@@ -151,6 +152,7 @@ class RunnerRows:
         self._names: list[str] = []
         self.ends: Int64Array = np.zeros(0, np.int64)
         self.first_ends: Int64Array = np.zeros(0, np.int64)
+        self.rehearsed: dict[str, tuple[int, Int32Array]] = {}
 
     def names(self, runner: Any, scheduler_output: Any, history: Container[PromptId]) -> list[str]:
         """Return the names of the B rows of a step.
@@ -163,6 +165,8 @@ class RunnerRows:
         batch = runner.input_batch
         names: list[str] = batch.req_ids
         self._requests.remove(scheduler_output.finished_req_ids)
+        for name in scheduler_output.finished_req_ids:
+            self.rehearsed.pop(name, None)
         if names != self._names:
             for line, name in enumerate(names):
                 if name not in self._requests:
@@ -184,6 +188,8 @@ class RunnerRows:
         size = prompt.size if known is None else min(known, prompt.size)
         if size:
             self._prompts.add(prompt[:size], identity.prompt_id)
+        if identity.rehearsed:
+            self.rehearsed[name] = prompt.size, np.array(identity.rehearsed, np.int32)
         group = identity.prompt_id, identity.draw
         self._requests.add(name, prompt_id=identity.prompt_id, group=group, num_prompt_tokens=size)
 
@@ -270,13 +276,35 @@ class DraftSession:
         else:
             names, ends = self._by_runner.names(*step, history), self._next_ends(num_tokens)
         lists: list[list[int]] = [[] for _ in names]
+        limits = self._limits(sampled, num_tokens, ends)
+        rehearsed = self._rehearsed_rest(names, tokens, num_tokens, limits) if step is not None else {}
         if self._gate.is_due(history):
-            lists = self.requests.propose(names, tokens, num_tokens, self._limits(sampled, num_tokens, ends))
+            limits[list(rehearsed)] = 0
+            lists = self.requests.propose(names, tokens, num_tokens, limits)
             self._gate.note(len(names), self.requests.num_accepted)
+        for line, rest in rehearsed.items():
+            lists[line] = rest
         self.num_steps += 1
         self.num_rows += len(names)
         self.propose_s += time.perf_counter() - began
         return lists
+
+    def _rehearsed_rest(
+        self, names: Sequence[str], tokens: Int32Array, num_tokens: NDArray[np.integer[Any]], limits: Int64Array
+    ) -> dict[int, list[int]]:
+        """Return the next rehearsed tokens of each row that has kept all so far, by line."""
+        found, rehearsed = dict[int, list[int]](), self._by_runner.rehearsed
+        for line, name in enumerate(names if rehearsed else ()):
+            if name not in rehearsed or limits[line] == 0:
+                continue
+            begin, expected = rehearsed[name]
+            so_far = tokens[line, begin : num_tokens[line]]
+            if so_far.size >= expected.size or not np.array_equal(so_far, expected[: so_far.size]):
+                del rehearsed[name]
+                continue
+            rest = expected[so_far.size : so_far.size + limits[line]].tolist()
+            found[line] = before_unknown(rest, self.requests.vocab_size)
+        return found
 
     def reset(self) -> None:
         """Forget all rows after an error; keep calibration and counts."""

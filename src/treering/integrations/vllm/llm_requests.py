@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from treering.engine.kv_cache import count_common
 from treering.engine.protocol import EngineStats, FinishReason, Request, Rollout, RolloutKey, Sampling
 from treering.engine.stop_strings import Decode, first_stop, reach_of, turn_start
 from treering.errors import ConfigError, InputError, StateError
@@ -74,7 +75,15 @@ def noise_seed(seed: int, key: RolloutKey, start: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def sampling_params(request: Request, *, num_tokens: int, vocab_size: int, seed: int, names_prompt: bool) -> Any:
+def sampling_params(
+    request: Request,
+    *,
+    num_tokens: int,
+    vocab_size: int,
+    seed: int,
+    names_prompt: bool,
+    rehearsed: Sequence[int] = (),
+) -> Any:
     """Return vLLM's `SamplingParams` of a request.
 
     Args:
@@ -83,6 +92,7 @@ def sampling_params(request: Request, *, num_tokens: int, vocab_size: int, seed:
         vocab_size: stop tokens beyond it are dropped: they cannot be sampled, and vLLM refuses them.
         seed: of the engine.
         names_prompt: whether to pass the prompt id and the draw to the drafter inside vLLM.
+        rehearsed: tokens that it drafts first.
 
     Raises:
         InputError: a prompt id or draw that `request_args` refuses.
@@ -108,7 +118,7 @@ def sampling_params(request: Request, *, num_tokens: int, vocab_size: int, seed:
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args=request_args(request.prompt_id, request.draw, num_prompt_tokens=num_prompt)
+        extra_args=request_args(request.prompt_id, request.draw, num_prompt_tokens=num_prompt, rehearsed=rehearsed)
         if names_prompt
         else None,
     )
@@ -234,13 +244,28 @@ class Counts:
         """Count a pass by its outputs, vLLM's `RequestOutput` records of running rollouts."""
         self._counts["num_forwards"] += bool(outputs)
 
-    def note_row(self, output: Any, num_new: int, *, is_first: bool) -> None:
-        """Count a row of a pass with its new tokens; `is_first` if they are the request's first."""
+    def note_row(self, output: Any, num_new: int, *, is_first: bool, has_rehearsal: bool) -> None:
+        """Count a row of a pass with its new tokens; `is_first` if they are the request's first.
+
+        vLLM counts drafts by request, so those of a request with a rehearsal are not counted.
+        """
         self._counts["num_rows"] += num_new > 0
         self._counts["num_sampled"] += num_new
         if is_first and num_new:
             self._counts["num_prefilled"] += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
         drafts = output.outputs[0].spec_decode_metrics
-        if drafts is not None:
+        if drafts is not None and not has_rehearsal:
             self._counts["num_drafted"] += drafts.num_draft_tokens
             self._counts["num_accepted"] += sum(length * count for length, count in enumerate(drafts.histogram))
+
+    def note_rehearsed(self, num_tokens: int) -> None:
+        """Count tokens that a rehearsal sampled."""
+        self._counts["num_rehearsed"] += num_tokens
+
+    def note_kept(self, rehearsed: TokenIds, tokens: TokenIds) -> None:
+        """Count how many rehearsed tokens an ended rollout kept, up to the first that changed."""
+        size = min(rehearsed.size, tokens.size)
+        num_kept = count_common(rehearsed, tokens)
+        self._counts["num_kept"] += num_kept
+        self._counts["num_changed"] += num_kept < size
+        self._counts["num_verified"] += min(size, num_kept + 1)

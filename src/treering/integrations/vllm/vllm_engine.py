@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from treering.engine.admission import Admission
@@ -24,7 +25,7 @@ from treering.engine.protocol import (
     check_update,
 )
 from treering.engine.stop_strings import Decode
-from treering.errors import InputError, StateError
+from treering.errors import ConfigError, InputError, StateError
 from treering.history.draft.drafter import Drafter
 from treering.integrations.vllm.llm import (
     Verification,
@@ -45,6 +46,7 @@ from treering.integrations.vllm.llm_requests import (
     sampling_params,
 )
 from treering.integrations.vllm.plugin import packed, unpacked
+from treering.types import TokenIds
 
 _NO_LIMIT = 1 << 62
 
@@ -113,6 +115,10 @@ class VLLMEngine(Engine):
         self._undelivered: list[Rollout] = []
         self._num_submitted = 0
         self._counts = Counts()
+        self._waiting_rehearsals: deque[Request] = deque()
+        self._rehearsing: dict[str, RunningRollout] = {}
+        self._rehearsed: dict[RolloutKey, TokenIds] = {}
+        self._rehearses = verification == "exact" and self._has_proposer
         set_verification(llm, verification)
         self._drafter = drafter
         if self._has_proposer:
@@ -161,15 +167,65 @@ class VLLMEngine(Engine):
         for request in requests:
             check_length(request, self._max_model_len)
             check_sampling(request.sampling, truncated=self._truncated, has_drafts=self._has_drafts)
+        self._withdraw({request.key for request in requests})
         self._waiting += requests
 
     def step(self) -> list[Rollout]:
         """Run one pass and return the finished rollouts."""
         finished, self._undelivered = self._undelivered, []
         while self._waiting and len(self._running) < self._max_batch:
+            if len(self._running) + len(self._rehearsing) == self._max_batch:
+                self._withdraw({list(self._rehearsing.values())[-1].request.key})
             request = self._waiting.popleft()
-            self._start(request, request.unstarted())
-        return finished + self._advance() if self._running else finished
+            vllm_id, running = self._start(request, request.unstarted())
+            self._running[vllm_id] = running
+        while self._waiting_rehearsals and len(self._running) + len(self._rehearsing) < self._max_batch:
+            request = self._waiting_rehearsals.popleft()
+            vllm_id, running = self._start(request, request.unstarted())
+            self._rehearsing[vllm_id] = running
+        return finished + self._advance() if self._running or self._rehearsing else finished
+
+    @property
+    def is_rehearsing(self) -> bool:
+        """Whether `step` has rehearsals to continue."""
+        return bool(self._rehearsing or self._waiting_rehearsals)
+
+    def rehearse(self, requests: Iterable[Request]) -> None:
+        """Sample later rollouts early in free rows, with their own seeds; drafted again, most tokens stay.
+
+        Raises:
+            ConfigError: vLLM does not draw rehearsed tokens again with their own noise: it needs the history's proposer
+                and verification="exact".
+        """
+        if not self._rehearses:
+            raise ConfigError(
+                'rehearsals need an LLM that drafts with HistoryProposer, and verification="exact", which draws a '
+                "rehearsed token again with its own noise; set both, or rehearse = off"
+            )
+        requests = as_requests(requests)
+        self._admission.check(requests, self._keys | self._rehearsal_keys)
+        self._waiting_rehearsals += requests
+
+    def take_rehearsals(self) -> dict[RolloutKey, TokenIds]:
+        """End all rehearsals and return their tokens so far."""
+        self._withdraw(self._rehearsal_keys)
+        taken, self._rehearsed = self._rehearsed, {}
+        return taken
+
+    @property
+    def _rehearsal_keys(self) -> set[RolloutKey]:
+        waiting = {request.key for request in self._waiting_rehearsals}
+        return waiting | {running.request.key for running in self._rehearsing.values()}
+
+    def _withdraw(self, keys: set[RolloutKey]) -> None:
+        """End the rehearsals of these keys, and keep their tokens."""
+        ended = [vllm_id for vllm_id, running in self._rehearsing.items() if running.request.key in keys]
+        if ended:
+            self._engine.abort_request(ended)
+        for vllm_id in ended:
+            running = self._rehearsing.pop(vllm_id)
+            self._rehearsed[running.request.key] = np.array(running.tokens, np.int32)
+        self._waiting_rehearsals = deque(one for one in self._waiting_rehearsals if one.key not in keys)
 
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """Return running rollouts with their tokens so far."""
@@ -195,12 +251,14 @@ class VLLMEngine(Engine):
         if when_running == "finish":
             while self._running:
                 self._undelivered += self._advance()
+        self._withdraw(self._rehearsal_keys)
         interrupted = self._interrupt({running.request.key for running in self._running.values()})
         self._version = version
         self._load_weights()
         for running in interrupted:
             if when_running == "reprefill":
-                self._start(running.request, running.rollout("abort"))
+                vllm_id, continued = self._start(running.request, running.rollout("abort"))
+                self._running[vllm_id] = continued
             else:
                 self._undelivered.append(running.rollout("abort"))
 
@@ -234,26 +292,30 @@ class VLLMEngine(Engine):
                 f"update_weights({self._version + 1})"
             )
 
-    def _start(self, request: Request, start: Rollout) -> None:
-        """Submit a request to vLLM whose rollout has the tokens of `start`."""
+    def _start(self, request: Request, start: Rollout) -> tuple[str, RunningRollout]:
+        """Submit a request to vLLM whose rollout has the tokens of `start`; return its id there, and its record."""
+        # A continued rollout draws fresh noise, so its rehearsal would not come true.
+        is_whole = self._rehearses and request.rehearsed is not None and start.num_tokens == 0
         params = sampling_params(
             request,
             num_tokens=start.num_tokens,
             vocab_size=self._admission.vocab_size,
             seed=self._seed,
             names_prompt=self._has_proposer,
+            rehearsed=request.rehearsed.tolist() if is_whole and request.rehearsed is not None else (),
         )
         prompt = [*request.prompt.tolist(), *start.tokens.tolist()]
         vllm_id = f"treering-{self._num_submitted}"
         self._num_submitted += 1
         self._engine.add_request(vllm_id, {"prompt_token_ids": prompt}, params)
-        self._running[vllm_id] = RunningRollout(
+        running = RunningRollout(
             request=request,
             vllm_id=vllm_id,
             version=self._version,
             start=start,
             has_policy_logprobs=not is_truncated(request.sampling),
         )
+        return vllm_id, running
 
     def _interrupt(self, keys: set[RolloutKey]) -> list[RunningRollout]:
         """Take running rollouts out of vLLM."""
@@ -267,13 +329,16 @@ class VLLMEngine(Engine):
     def _advance(self) -> list[Rollout]:
         """Run one pass and take its results."""
         finished = []
-        outputs = [output for output in self._engine.step() if output.request_id in self._running]
+        every = self._engine.step()
+        self._note_rehearsals([output for output in every if output.request_id in self._rehearsing])
+        outputs = [output for output in every if output.request_id in self._running]
         self._counts.note_pass(outputs)
         for output in outputs:
             running, completion = self._running[output.request_id], output.outputs[0]
             is_first = not running.tokens
             num_new = running.extend(completion)
-            self._counts.note_row(output, num_new, is_first=is_first)
+            has_rehearsal = self._rehearses and running.request.rehearsed is not None
+            self._counts.note_row(output, num_new, is_first=is_first, has_rehearsal=has_rehearsal)
             is_stopped = self._decode is not None and running.cut_at_stop(num_new, self._decode)
             if is_stopped and not output.finished:
                 self._engine.abort_request([running.vllm_id])
@@ -281,6 +346,18 @@ class VLLMEngine(Engine):
                 finished.append(self._finish(running, "stop" if is_stopped else completion.finish_reason))
         return finished
 
+    def _note_rehearsals(self, outputs: Sequence[Any]) -> None:
+        """Take the new tokens of rehearsals, and end those that vLLM has finished."""
+        for output in outputs:
+            running = self._rehearsing[output.request_id]
+            self._counts.note_rehearsed(running.extend(output.outputs[0]))
+            if output.finished:
+                del self._rehearsing[output.request_id]
+                self._rehearsed[running.request.key] = np.array(running.tokens, np.int32)
+
     def _finish(self, running: RunningRollout, reason: FinishReason) -> Rollout:
         del self._running[running.vllm_id]
-        return running.rollout(reason)
+        rollout = running.rollout(reason)
+        if self._rehearses and running.request.rehearsed is not None:
+            self._counts.note_kept(running.request.rehearsed, rollout.tokens)
+        return rollout

@@ -6,7 +6,7 @@ This file is read before numba may be imported, so it must not import numba.
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -173,9 +173,12 @@ class RequestIdentity(NamedTuple):
     prompt_id: PromptId
     draw: int
     num_prompt_tokens: int | None  # None: vLLM's prompt is the original prompt
+    rehearsed: Sequence[int] = ()  # tokens that probably follow vLLM's prompt
 
 
-def request_args(prompt_id: PromptId, draw: int = 0, *, num_prompt_tokens: int | None = None) -> dict[str, Any]:
+def request_args(
+    prompt_id: PromptId, draw: int = 0, *, num_prompt_tokens: int | None = None, rehearsed: Sequence[int] = ()
+) -> dict[str, Any]:
     """Return the `extra_args` of a request; requests with equal prompt_id and draw are siblings.
 
     Args:
@@ -183,6 +186,7 @@ def request_args(prompt_id: PromptId, draw: int = 0, *, num_prompt_tokens: int |
         draw: how many times the run has scheduled this prompt before.
         num_prompt_tokens: length of the original prompt, for a continued rollout: vLLM gets its tokens so far as part
             of the prompt. 0 if the history of the prompt_id holds whole contexts, as episodes do.
+        rehearsed: the rollout's first tokens as sampled under earlier weights with the same seed, which are drafted.
 
     Raises:
         InputError: an id that is neither text nor a whole number, or a negative or fractional count.
@@ -193,22 +197,26 @@ def request_args(prompt_id: PromptId, draw: int = 0, *, num_prompt_tokens: int |
         raise InputError(f"prompt_id must be text or an integer, got {prompt_id!r}; convert it")
     if not is_count(draw, least=0):
         raise InputError(f"draw must be a whole number >= 0, got {draw!r}; count how often the prompt was scheduled")
-    if num_prompt_tokens is None:
-        return {KEY: {"prompt_id": prompt_id, "draw": int(draw)}}
-    if not is_count(num_prompt_tokens, least=0):
-        raise InputError(f"num_prompt_tokens must be a whole number >= 0, got {num_prompt_tokens!r}; correct it")
-    return {KEY: {"prompt_id": prompt_id, "draw": int(draw), "num_prompt_tokens": int(num_prompt_tokens)}}
+    args: dict[str, Any] = {"prompt_id": prompt_id, "draw": int(draw)}
+    if num_prompt_tokens is not None:
+        if not is_count(num_prompt_tokens, least=0):
+            raise InputError(f"num_prompt_tokens must be a whole number >= 0, got {num_prompt_tokens!r}; correct it")
+        args["num_prompt_tokens"] = int(num_prompt_tokens)
+    if len(rehearsed):
+        args["rehearsed"] = [int(token) for token in rehearsed]
+    return {KEY: args}
 
 
 def read_request_args(extra_args: Mapping[str, Any] | None) -> RequestIdentity | None:
     """Return the identity in a request's `extra_args`; None if it is missing or malformed.
 
-    Example: `read_request_args(request_args("q1", 2))` is ("q1", 2, None).
+    Example: `read_request_args(request_args("q1", 2))` is ("q1", 2, None, ()).
     """
     args = (extra_args or {}).get(KEY)
     if not isinstance(args, Mapping):
         return None
-    prompt_id, draw, size = (args.get(name) for name in RequestIdentity._fields)
+    prompt_id, draw, size, rehearsed = (args.get(name) for name in RequestIdentity._fields)
     if not isinstance(prompt_id, str | int) or isinstance(prompt_id, bool) or not is_count(draw, least=0):
         return None
-    return RequestIdentity(prompt_id, draw, size if is_count(size, least=0) else None)
+    tokens = rehearsed if isinstance(rehearsed, list) and all(is_count(one, least=0) for one in rehearsed) else ()
+    return RequestIdentity(prompt_id, draw, size if is_count(size, least=0) else None, tokens)
