@@ -300,8 +300,9 @@ def test_identities_come_back_as_they_were_given_and_wrong_ones_are_refused() ->
         with pytest.raises(InputError):
             request_args(prompt_id, draw, num_prompt_tokens=size)
     for size in (0, 7):
-        assert read_request_args(request_args("q", 2, num_prompt_tokens=size)) == ("q", 2, size)
-    assert read_request_args({"other": 1, **request_args(5)}) == (5, 0, None)
+        assert read_request_args(request_args("q", 2, num_prompt_tokens=size)) == ("q", 2, size, ())
+    assert read_request_args({"other": 1, **request_args(5)}) == (5, 0, None, ())
+    assert read_request_args(request_args("q", rehearsed=[7, 8])) == ("q", 0, None, [7, 8])
     for unknown in (None, {}, {"treering": 3}, {"treering": {"prompt_id": 1.5, "draw": 0}}):
         assert read_request_args(unknown) is None
 
