@@ -17,8 +17,8 @@ from treering.rl.tasks.task import Prompt, Score, as_score, checked_reward
 from treering.rl.user_code import contained, in_copy, in_words, location_of_function
 
 SIGNATURES = (
-    "def reward(prompt, text), or def reward(prompts, completions) for a group at once, each with parameters that are "
-    "columns of the prompts file, or with **columns for all of them"
+    "def reward(prompt, text), or def reward(prompts, completions) for a group, each with columns of the prompts file "
+    "as further parameters"
 )
 _GROUP = ("prompts", "completions")
 _TEXTS = ("text", "response", "completion", "output", "generation", "solution_str")
@@ -122,8 +122,8 @@ def _check_first(function: Callable[..., object], first: Sequence[str], columns:
     if len(names) == 2 and all(name[:1] == "_" or name in own for name, own in zip(names, known, strict=True)):
         return
     raise ConfigError(
-        f"a reward must be {SIGNATURES}; got {_described(function)}; rename or add its parameters (text may be "
-        f"{', '.join(_TEXTS[1:-1])} or {_TEXTS[-1]})"
+        f"{_described(function)} begins with other parameters than a reward's: {SIGNATURES}; rename or add its "
+        "parameters"
     )
 
 
@@ -133,14 +133,14 @@ def _check_columns(function: Callable[..., object], others: Sequence[Parameter],
     missing = [name for name in needed if name not in columns]
     if missing:
         raise ConfigError(
-            f"a reward must be {SIGNATURES}; got {_described(function)} with no column {', '.join(missing)}; columns: "
-            f"{', '.join(columns) or 'none'}; rename it, or give it a default"
+            f"{_described(function)} needs {', '.join(missing)}, and the prompts file has the columns "
+            f"{', '.join(columns) or 'none'}; rename the parameter, or give it a default"
         )
 
 
 def _described(function: Callable[..., object]) -> str:
     name = getattr(function, "__name__", type(function).__name__)
-    return f"def {name}{inspect.signature(function)} at {location_of_function(function)}"
+    return f"def {name}{inspect.signature(function)!s:.80} at {location_of_function(function)}"
 
 
 def _parameters(function: Callable[..., object]) -> Mapping[str, Parameter]:
