@@ -80,7 +80,7 @@ def test_a_run_of_other_settings_is_refused_by_name(name: str, call: Call, folde
 def test_settings_that_change_only_memory_speed_or_length_may_change(name: str, call: Call) -> None:
     section = COMMANDS[name]
     call("run.dir=out")
-    changed = ["max_batch_tokens=9", "gradient_checkpointing=reentrant", "num_steps=5"]
+    changed = ["max_batch_tokens=200", "gradient_checkpointing=reentrant", "num_steps=5"]
     own = ["engine.max_batch=4", "engine.backend=plain", "history.drafts=off"] if name == "train" else []
     summary, _ = call("run.dir=out", "run.keep=1", *(f"{section}.{setting}" for setting in changed), *own)
     assert (summary["resumed_from_step"], summary["num_steps"]) == (4, 5)
