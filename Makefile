@@ -115,9 +115,9 @@ $(RAY)/.installed: pyproject.toml constraints.txt constraints-ray.txt | $(STAMP)
 	touch $@
 
 # Environments of verifiers, which run in an interpreter of their own, beside the usual one; and its traces, by its package
-# on the path of the usual one.
+# on the path of the usual one. What needs no verifiers is left to `make test`.
 ENV := .venv-env
-ENV_TESTS ?= tests/integrations/verifiers
+ENV_TESTS ?= $(addprefix tests/integrations/verifiers/test_,tasksets.py train.py)
 env-test: $(ENV)/.installed
 	TREERING_VERIFIERS_PYTHON=$(CURDIR)/$(ENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m "$(MARKS)" \
 	  $(ENV_TESTS)
