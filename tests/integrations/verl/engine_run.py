@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker  #
 from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
 
 from tests.models import build  # noqa: E402
+from treering.errors import UnsupportedError  # noqa: E402
 from treering.integrations.verl import plugin  # noqa: E402
 
 VOCAB = 64
@@ -196,6 +198,15 @@ def train(engine: Any, data: Any, loss: Any) -> dict[str, Any]:
     return {"gradients": gradients, "outputs": values, "tokens": counted, "loss": sum(output["loss"]), **metrics}
 
 
+def refusal_of_shuffled_rows(kind: type[TrainingWorker]) -> str:
+    data = tu.get_tensordict({}, {"dataloader_kwargs": {"shuffle": True}})
+    try:
+        kind.train_mini_batch(SimpleNamespace(), data)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 def main(folder: Path, rank: int, size: int) -> None:
     """Run all cases; rank 0 saves the models before the others pass the rendezvous."""
     warnings.simplefilter("ignore")
@@ -216,6 +227,7 @@ def main(folder: Path, rank: int, size: int) -> None:
     workers = {"step": TrainingWorker, "grouped step": ActorRolloutRefWorker.actor_worker_cls}
     for name, worker in workers.items():
         saved[f"{name}/stock"] = ppo_step(worker, folder / "plain", rows, size=size)
+    saved["refusal"] = refusal_of_shuffled_rows(workers["grouped step"])
     os.environ[plugin.VARIABLE] = plugin.VENDOR
     for name, worker in workers.items():
         saved[f"{name}/tree"] = ppo_step(worker, folder / "plain", rows, size=size)
