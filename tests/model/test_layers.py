@@ -115,7 +115,7 @@ def test_ligers_kernels_are_exact_and_keep_names_weights_and_other_models(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     liger.interpret(monkeypatch)
-    model = build(family)
+    model = build(family, num_hidden_layers=1)
     code, names = sys.modules[type(model).__module__], [name for name, _ in model.named_modules()]
     before, weights = dict(vars(code)), {name: weight.clone() for name, weight in model.state_dict().items()}
     expected = flat_gradients(model)
