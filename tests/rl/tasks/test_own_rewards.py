@@ -152,7 +152,7 @@ def test_a_wrong_signature_is_refused_by_its_location_and_with_the_right_ones(fu
     right = "def reward(prompt, text), or def reward(prompts, completions)"
     columns = "needs unknown, and the prompts file has the columns prompt, answer, unit"
     assert (columns if "unknown" in inspect.signature(function).parameters else right) in message
-    assert len(message) <= 300
+    assert len(message.replace(__file__, "rewards.py")) <= 300
 
 
 def test_columns_reach_a_reward_as_they_stand_in_the_file_and_none_where_a_prompt_has_none() -> None:
