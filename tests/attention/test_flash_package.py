@@ -27,15 +27,21 @@ HOPPER = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATT
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def kernel(folder: Path) -> Iterator[ModuleType]:
     patch = pytest.MonkeyPatch()
     for name, value in HOPPER.items():
         patch.setenv(name, value)
-    patch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-
-    from treering.attention import flash_kernel
-
-    yield flash_kernel
+    for name in ("DIR", "ENABLED"):
+        # Set first, so that it is restored after the tests.
+        patch.setenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}", "")
+        patch.delenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}")
+    patch.setenv("TREERING_CACHE", str(folder / "cache"))
+    yield flash._kernel()
     patch.undo()
 
 
@@ -55,8 +61,9 @@ def test_the_compiler_accepts_every_function_that_it_is_given(kernel: ModuleType
     [(128, None, False, 0.0), (64, 100, True, 0.0), (192, None, False, 0.0), (256, 100, False, 50.0)],
 )
 def test_both_kernels_compile_for_hopper(
-    head_size: int, window: int | None, has_sinks: bool, softcap: float, kernel: ModuleType
+    head_size: int, window: int | None, has_sinks: bool, softcap: float, kernel: ModuleType, folder: Path
 ) -> None:
+    num_kept = len(list(folder.rglob("*.o")))
     layout = TreeLayout(Forest.from_sequences([[0] * 500 + [1 + i] * 400 for i in range(3)]), CPU)
     tables = FlashTables.of(layout, window, flash.blocks_of(flash.HOPPER, head_size))
     with FakeTensorMode():
@@ -70,6 +77,8 @@ def test_both_kernels_compile_for_hopper(
         numbers = (tables.block_size, head_size**-0.5, softcap)
         out, lse = kernel.run_forward(query, key, value, sinks, *lists, *numbers)
         found = kernel.run_backward(empty(*query.shape), query, key, value, out, lse, sinks, *lists, *numbers)
+    # The next process loads both passes.
+    assert len(list(folder.rglob("*.o"))) >= num_kept + 2
     inputs = [query, key, value] + [sinks] * has_sinks
     assert lse.shape == (1, 16, layout.forest.num_tokens)
     assert [(gradient.shape, gradient.dtype) for gradient in found] == [(like.shape, like.dtype) for like in inputs]
