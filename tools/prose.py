@@ -34,6 +34,8 @@ PHRASES = {
     r"\b(without a word|in words)\b": "write 'silently' or 'as text'",
     r"\b(a|an) \w+ of (its|their) own(?! \w+\b[.,;])": "write 'its own' before the noun",
     r"\ba one\b": "write the noun",
+    r"\bpictures?\b": "write 'image'",
+    r"\bfates?\b": "write 'outcome'",
     r"\bwhat (is|are) (no|not)\b": "name the thing",
 }
 
