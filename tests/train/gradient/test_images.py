@@ -76,7 +76,7 @@ def test_only_the_loss_of_text_is_trained() -> None:
     ("family", "one", "reason"),
     [
         ("qwen2_5_vl", sequence(5, IMAGE, trained=[6]), "without an image"),
-        ("qwen3_vl", sequence(5, VIDEO, trained=[6]), "video and sound"),
+        ("qwen3_vl", sequence(5, VIDEO, trained=[6]), "no video or sound"),
         ("qwen2_5_vl", sequence(5, image("gemma3", 0), trained=[6]), "processor of this model"),
         ("gemma3", sequence(5, image("qwen3_vl", 0), trained=[6]), "processor of this model"),
         ("gemma3", sequence(5, image("gemma3", 0), image("gemma3", 1), trained=[6]), "see them as one"),
@@ -89,7 +89,7 @@ def test_what_a_model_would_get_wrong_is_refused(family: str, one: Sequenced, re
 
 def test_a_model_of_text_refuses_images() -> None:
     one = sequence(5, image("gemma3", 0), trained=[6])
-    with pytest.raises(InputError, match="takes only text"):
+    with pytest.raises(InputError, match="takes text only"):
         backward(build_text(), forest_of([one]), sft([one.mask]))
 
 

@@ -78,7 +78,7 @@ def test_no_pair_is_a_loss_of_zero(empty: list[tuple[int, int]]) -> None:
 
 
 def test_what_does_not_fit_the_branches_is_refused() -> None:
-    with pytest.raises(InputError, match="branch 3, and there are 3 branches"):
+    with pytest.raises(InputError, match="branch 3, and branches count from 0 to 2"):
         backward(MODEL, FOREST, dpo([(0, 3)]))
     with pytest.raises(InputError, match=r"ref_logprobs needs one item per branch.*got 2 for 3"):
         backward(MODEL, FOREST, dpo([(0, 1)], MASKS, [0.0, 1.0]))
