@@ -201,8 +201,8 @@ def hidden_states(
         return torch.zeros(0, weight.shape[1], dtype=weight.dtype, device=parts.device)
     if layout is None:
         layout = TreeLayout(forest, parts.device, sees_whole_images=parts.sees_whole_images)
-    routers = () if forest.routed_experts is None else find_routers(parts).modules
-    with replayed_routes(enumerate(routers), layout):
+    has_routes = forest.routed_experts is not None
+    with replayed_routes(enumerate(find_routers(parts).modules), layout) if has_routes else nullcontext():
         output = parts.run(
             **decoder_inputs(parts, forest, positions), use_cache=False, return_dict=True, tree_layout=layout
         )
@@ -272,7 +272,8 @@ def check_forest(forest: Forest, parts: TreeModel) -> None:
             f"token id {int(forest.tokens[at])} at packed index {at} is outside the model's vocabulary of "
             f"{parts.vocab_size}; check that the tokenizer belongs to the model"
         )
-    check_routes(forest, parts)
+    if forest.routed_experts is not None:
+        check_routes(forest.routed_experts, parts)
 
 
 def check_temperature(temperature: float) -> None:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from treering.attention import TreeLayout
@@ -18,7 +20,6 @@ from treering.data.routed_experts import NO_ROUTE
 from treering.errors import InputError, StateError, UnsupportedError
 from treering.families import FAMILIES
 from treering.model.tree_model import TreeModel
-from treering.tree.forest import Forest
 
 _RECORDING = "_treering_recording"
 _REPLAY = "_treering_replay"
@@ -76,22 +77,20 @@ def find_routers(model: TreeModel, needed_by: str = "router_losses") -> Routers:
     return Routers(modules=modules, num_experts=num_experts, num_active=config.num_experts_per_tok)
 
 
-def check_routes(forest: Forest, model: TreeModel) -> None:
-    """Check that a model can replay the routes of a forest.
+def check_routes(routes: NDArray[np.int16], model: TreeModel) -> None:
+    """Check that a model can replay routes, int16 [N, L, k].
 
     Raises:
         UnsupportedError: the model has no routers.
         InputError: routes of other layers, of another number of experts per token, or of an expert that is not there.
     """
-    if forest.routed_experts is None:
-        return
     routers = find_routers(model, "routed_experts")
     expected = (len(routers.modules), routers.num_active)
-    largest = int(forest.routed_experts.max(initial=NO_ROUTE))
-    if forest.routed_experts.shape[1:] != expected or largest >= routers.num_experts:
+    largest = int(routes.max(initial=NO_ROUTE))
+    if routes.shape[1:] != expected or largest >= routers.num_experts:
         raise InputError(
             f"routed_experts must hold {expected[1]} of {routers.num_experts} experts in {expected[0]} layers for this "
-            f"model, got {list(forest.routed_experts.shape[1:])} with expert {largest}; replay routes of the same model"
+            f"model, got {list(routes.shape[1:])} with expert {largest}; replay routes of the same model"
         )
 
 

@@ -108,15 +108,16 @@ class Forest:
                     "sequence without images"
                 )
             parts = [table.tokens(part, placed) for part, placed in zip(parts, images, strict=True)]
-        routes = [None] * len(parts) if routed_experts is None else list(routed_experts)
-        if len(routes) != len(parts):
+        if routed_experts is None:
+            return cls._merged(parts, table.images)
+        if len(routed_experts) != len(parts):
             raise InputError(
-                f"routed_experts must have one entry for each of {len(parts)} sequences, got {len(routes)}; give None "
-                "for a sequence without routes"
+                f"routed_experts must have one entry for each of {len(parts)} sequences, got {len(routed_experts)}; "
+                "give None for a sequence without routes"
             )
         checked = [
             as_routes(own, part.size, f"routed_experts of sequence {number}")
-            for number, (own, part) in enumerate(zip(routes, parts, strict=True))
+            for number, (own, part) in enumerate(zip(routed_experts, parts, strict=True))
         ]
         if table.images and any(own is not None for own in checked):
             raise InputError(
@@ -198,7 +199,7 @@ class Forest:
             segment_start=joined("segment_start", token_offsets),
             segment_parent=joined("segment_parent", segment_offsets),
             images=table.images,
-            routed_experts=_joined_routes(forests),
+            routed_experts=_joined_routes(forests) if any(one.routed_experts is not None for one in forests) else None,
         )
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -334,10 +335,8 @@ class Forest:
 _ARRAYS = tuple(field.name for field in fields(Forest) if field.name not in ("images", "routed_experts"))
 
 
-def _joined_routes(forests: Sequence[Forest]) -> NDArray[np.int16] | None:
+def _joined_routes(forests: Sequence[Forest]) -> NDArray[np.int16]:
     shapes = {forest.routed_experts.shape[1:] for forest in forests if forest.routed_experts is not None}
-    if not shapes:
-        return None
     if len(shapes) > 1:
         raise InputError(
             f"forests that are computed together must have routes of the same layers and experts per token, got "

@@ -162,7 +162,10 @@ def _inputs(task: TrainingTask) -> list[_Input]:
 
 def _forest(group: Sequence[_Input]) -> Forest:
     sequences, images, routes = zip(*group, strict=True)
-    return Forest.from_sequences(sequences, images=images if any(images) else None, routed_experts=routes)
+    has_routes = any(own is not None for own in routes)
+    return Forest.from_sequences(
+        sequences, images=images if any(images) else None, routed_experts=routes if has_routes else None
+    )
 
 
 _TREES_PER_STEP = 8
