@@ -139,32 +139,28 @@ def make_batch(tasks: Sequence[TrainingTask], layout: Layout) -> StepBatch:
     Example: tasks with [5, 6, 7] and [5, 6, 8], and with [5, 9], are forests of 4 and 2 tokens as "tree", one of 5 as
     "joined", and three of 3, 3 and 2 as "packed".
     """
-    groups = [_inputs(task) for task in tasks]
+    groups = []
+    for task in tasks:
+        num = len(task.sequences)
+        inputs = zip(task.sequences, task.images or [()] * num, task.routed_experts or [None] * num, strict=True)
+        groups.append(list(inputs))
     if layout == "packed":
         groups = [[one] for group in groups for one in group]
     elif layout == "joined" and tasks:
         groups = [[one for group in groups for one in group]]
+    forests = []
+    for group in groups:
+        sequences, images, routes = zip(*group, strict=True)
+        has_routes = any(own is not None for own in routes)
+        forests.append(
+            Forest.from_sequences(
+                sequences, images=images if any(images) else None, routed_experts=routes if has_routes else None
+            )
+        )
     return StepBatch(
         num_tasks=len(tasks),
-        forests=[_forest(group) for group in groups],
+        forests=forests,
         loss_masks=[mask for task in tasks for mask in task.loss_masks],
-    )
-
-
-_Input = tuple[TokenIds, Sequence[PlacedImage], NDArray[np.int16] | None]
-
-
-def _inputs(task: TrainingTask) -> list[_Input]:
-    """Return the tokens, images and routes of each sequence of a task."""
-    num = len(task.sequences)
-    return list(zip(task.sequences, task.images or [()] * num, task.routed_experts or [None] * num, strict=True))
-
-
-def _forest(group: Sequence[_Input]) -> Forest:
-    sequences, images, routes = zip(*group, strict=True)
-    has_routes = any(own is not None for own in routes)
-    return Forest.from_sequences(
-        sequences, images=images if any(images) else None, routed_experts=routes if has_routes else None
     )
 
 
