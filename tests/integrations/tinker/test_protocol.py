@@ -30,7 +30,7 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, TinkerRoutes]]:
-    with serving(tmp_path_factory.mktemp("checkpoints")) as opened:
+    with serving(tmp_path_factory.mktemp("checkpoints"), max_sessions=512, max_models=512) as opened:
         yield opened
 
 
