@@ -108,7 +108,7 @@ def shown_trajectories(
     numbers = [i for i, one in enumerate(dataset.task_ids) if task is None or str(one) == task]
     if not numbers:
         raise InputError(f"{file} has no task {task!r}; its first ones are {_first_tasks(dataset.task_ids)}")
-    # Places of trajectories, in file order; a trajectory of several sequences counts once.
+    # Indices of trajectories, in file order; a trajectory of several sequences counts once.
     indices = np.unique(np.concatenate([dataset.rows["index"][dataset.rows_of(number)] for number in numbers]))
     chosen = indices[: num_shown or (NUM_SHOWN if task is None else None)]
     rows = np.flatnonzero(np.isin(dataset.rows["index"], chosen)).tolist()

@@ -48,7 +48,7 @@ UNREADABLE = MappingProxyType(
             ("weight", "sample_weight", "loss_weight"),
             "all trajectories have the same weight; repeat or drop trajectories, and remove the key",
         ),
-        "routed_experts": "routes are replayed beside tokens in format treering; write them so, or remove the key and "
+        "routed_experts": "routes are replayed next to tokens in format treering; write them so, or remove the key and "
         "the model chooses",
         "documents": "templates with documents are not rendered; write them into a message",
         "chat_template_kwargs": "template options are not read; write what they add into messages, and remove the key",
