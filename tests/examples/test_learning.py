@@ -69,20 +69,8 @@ def test_agent_sft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_distill_sums(capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(EXAMPLES / "distill_sums/run.py"))["main"]
-    main(
-        [
-            "--teacher-width",
-            "128",
-            "--student-width",
-            "128",
-            "--teacher-steps",
-            "500",
-            "--steps",
-            "30",
-            "--check-every",
-            "30",
-        ]
-    )
+    # A smaller teacher gets 0.6 right after 500 steps, and then only written solutions teach anything.
+    main(["--steps", "30", "--check-every", "30"])
     found = re.findall(r"(distilled|grpo|sft) +right every 30 steps: (\d\.\d\d)  (\d\.\d\d)", capsys.readouterr().out)
     assert [name for name, *_ in found] == ["distilled", "grpo", "sft"]
     for _, before, after in found:
