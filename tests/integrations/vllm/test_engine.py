@@ -416,6 +416,13 @@ def test_rehearsals_take_free_rows_only_and_keep_what_they_sampled(host: Host, d
     assert all(tokens.tolist() == whole[key].tokens[: tokens.size].tolist() for key, tokens in early.items())
 
 
+def test_rehearsals_are_refused_as_requests_are(drafting: Host) -> None:
+    engine = drafting.engine(verification="exact")
+    with pytest.raises(InputError, match="needs max_model_len"):
+        engine.rehearse([replace(drafted()[0], sampling=Sampling(max_tokens=MAX_MODEL_LEN))])
+    assert not engine.is_rehearsing
+
+
 def test_rehearsals_are_refused_without_exact_verification(host: Host) -> None:
     with pytest.raises(ConfigError, match=r'verification="exact"'):
         host.engine().rehearse(drafted()[:1])

@@ -98,7 +98,7 @@ def decode(record: object) -> Trajectory:
         loss_mask=loss_mask,
         logprobs=decode_floats(record, "logprobs"),
         advantages=decode_floats(record, "advantages"),
-        routed_experts=decode_routes(record, tokens),
+        routed_experts=None if record.get("routed_experts") is None else decode_routes(record, tokens),
         tools=() if tokens is not None and messages is None else decode_tools(record),
         format=text_field(record, "format") or "chat",
         preference=_preference(record),

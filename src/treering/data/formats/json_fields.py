@@ -259,18 +259,15 @@ def decode_floats(record: Mapping[str, Any], key: str) -> npt.NDArray[np.float64
 
 
 def decode_routes(record: Mapping[str, Any], tokens: TokenIds | None) -> npt.NDArray[np.int16] | None:
-    """Return the experts that each token was routed to, see `as_routes`; None if `routed_experts` is null or absent.
+    """Return the experts that each token of a record with `routed_experts` was routed to; see `as_routes`.
 
     Raises:
         InputError: the value is not lists of expert numbers, one row per token, or there are no tokens.
     """
-    value = record.get("routed_experts")
-    if value is None:
-        return None
     if tokens is None:
         raise InputError("routed_experts has one entry per token and messages were given; give tokens instead")
     try:
-        routes = np.array(array("routed_experts", value))
+        routes = np.array(array("routed_experts", record["routed_experts"]))
     except ValueError as error:
         raise InputError(f"routed_experts must be lists of equal lengths, and {error}; write one per token") from error
     return as_routes(routes, tokens.size)

@@ -163,10 +163,7 @@ class VLLMEngine(Engine):
             ConfigError: sampling parameters that vLLM would not apply exactly; then no request is queued.
         """
         requests = as_requests(requests)
-        self._admission.check(requests, self._keys)
-        for request in requests:
-            check_length(request, self._max_model_len)
-            check_sampling(request.sampling, truncated=self._truncated, has_drafts=self._has_drafts)
+        self._check(requests, self._keys)
         self._withdraw({request.key for request in requests})
         self._waiting += requests
 
@@ -195,7 +192,8 @@ class VLLMEngine(Engine):
 
         Raises:
             ConfigError: vLLM does not draw rehearsed tokens again with their own noise: it needs the history's proposer
-                and verification="exact".
+                and verification="exact". Also as `submit` does.
+            InputError: as `submit` does.
         """
         if not self._rehearses:
             raise ConfigError(
@@ -203,7 +201,7 @@ class VLLMEngine(Engine):
                 "rehearsed token again with its own noise; set both, or rehearse = off"
             )
         requests = as_requests(requests)
-        self._admission.check(requests, self._keys | self._rehearsal_keys)
+        self._check(requests, self._keys | self._rehearsal_keys)
         self._waiting_rehearsals += requests
 
     def take_rehearsals(self) -> dict[RolloutKey, TokenIds]:
@@ -211,6 +209,12 @@ class VLLMEngine(Engine):
         self._withdraw(self._rehearsal_keys)
         taken, self._rehearsed = self._rehearsed, {}
         return taken
+
+    def _check(self, requests: Sequence[Request], keys: set[RolloutKey]) -> None:
+        self._admission.check(requests, keys)
+        for request in requests:
+            check_length(request, self._max_model_len)
+            check_sampling(request.sampling, truncated=self._truncated, has_drafts=self._has_drafts)
 
     @property
     def _rehearsal_keys(self) -> set[RolloutKey]:
