@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tests.engine.scripted import ScriptedEngine
 from tests.rl.rollouts import rollout_of
 from tests.serving.test_server import ask, settings
 from treering.engine.host import EngineHost
-from treering.engine.protocol import Request
+from treering.engine.protocol import Request, Rollout, TopLogprobs
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
 from treering.serving import HostSampler, Server
 from treering.serving import chats as module
@@ -94,6 +95,29 @@ def test_a_turn_that_a_client_sends_back_in_its_own_spelling_keeps_its_ids(serve
     last = chat(server, [*messages, sent, {"role": "tool", "tool_call_id": call["id"], "content": "2"}], tools=[TOOL])
     path = [*answer["prompt_token_ids"], *answer["token_ids"]]
     assert last["prompt_token_ids"][: len(path)] == path
+
+
+class Tops(Says):
+    def step(self) -> list[Any]:
+        def with_top(rollout: Rollout) -> Rollout:
+            return replace(rollout, top=TopLogprobs(rollout.tokens[:, None], np.full((rollout.num_tokens, 1), -np.inf)))
+
+        return [with_top(rollout) for rollout in super().step()]
+
+
+def test_likeliest_tokens_of_a_chat_have_their_bytes() -> None:
+    with (
+        EngineHost(Tops("ä")) as host,
+        Server(
+            HostSampler(host), model="tiny", num_positions=500, texts=TOKENS.text, chat=TOKENS, settings=settings()
+        ) as server,
+    ):
+        choice = chat(server, [{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=1)
+    assert [each["top_logprobs"] for each in choice["logprobs"]["content"]] == [
+        [{"token": "bytes:\\xc3", "bytes": [0xC3], "logprob": -9999.0}],
+        [{"token": "bytes:\\xa4", "bytes": [0xA4], "logprob": -9999.0}],
+        [{"token": "<|im_end|>", "bytes": list(b"<|im_end|>"), "logprob": -9999.0}],
+    ]
 
 
 def test_log_probs_have_the_bytes_of_tokens_that_are_parts_of_a_character() -> None:

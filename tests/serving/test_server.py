@@ -145,7 +145,7 @@ def test_temperature_zero_takes_the_likeliest_token_and_returns_its_probability(
     [
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"min_tokens": 3}, "min_tokens"),
+        ({"min_tokens": 9}, "min_tokens must be at most max_tokens=8, got 9"),
         ({"tempreature": 0.5}, "tempreature"),
         ({"temperature": "hot"}, "temperature of sampling_params must be of type integer or number"),
         ({"temperature": -1.0}, "temperature: expected greater than 0, got -1"),
@@ -156,7 +156,7 @@ def test_temperature_zero_takes_the_likeliest_token_and_returns_its_probability(
         ({"top_k": -2}, "top_k: expected greater than or equal to 0, got -2"),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         ({"max_tokens": 1000}, "positions"),
-        ({"logprobs": 5}, "logprobs=5"),
+        ({"logprobs": 21}, "0 to 20 likeliest tokens are returned, got logprobs=21"),
         ({"n": 0}, r"n must lie in \[1, 1024\]"),
         ({"stop_token_ids": ["a"]}, "stop_tokens"),
     ],
@@ -211,7 +211,8 @@ def test_text_goes_in_and_out_and_ends_before_its_stop(server: Server) -> None:
     assert choice["logprobs"]["tokens"] == [Letters().decode([token]) for token in tokens]
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
     _, other = ask(server, "/v1/completions", body | {"logprobs": 0})
-    assert other["choices"][0]["logprobs"] == choice["logprobs"]
+    for name in ("tokens", "token_logprobs"):
+        assert other["choices"][0]["logprobs"][name] == choice["logprobs"][name]
     stopped = {}
     for name, stop in (("stop", choice["text"][2:4]), ("stop_token_ids", [tokens[3]])):
         _, answer = ask(server, "/v1/completions", body | {name: stop})
@@ -220,6 +221,43 @@ def test_text_goes_in_and_out_and_ends_before_its_stop(server: Server) -> None:
     assert stopped["stop"]["token_ids"] == tokens[:4]
     assert stopped["stop_token_ids"]["text"] == choice["text"][: tokens.index(tokens[3])]
     assert {each["finish_reason"] for each in stopped.values()} == {"stop"}
+
+
+def test_likeliest_tokens_are_the_engines_and_one_that_cannot_come_has_the_log_prob_of_vllm(server: Server) -> None:
+    params = {"max_tokens": 6, "seed": 3, "top_k": 2, "min_tokens": 5, "stop_token_ids": [*range(16)]}
+    sampling = Sampling(max_tokens=6, top_k=2, min_tokens=5, stop_tokens=tuple(range(16)), num_top_logprobs=3)
+    request = Request(
+        prompt_id="", draw=3, prompt=[3, 5], sampling=sampling, call=call_id(np.array([3, 5], np.int32), 0)
+    )
+    (rollout,) = make_engine().generate([request])
+    top = [
+        [*zip(tokens, np.maximum(values, -9999.0).tolist(), strict=True)]
+        for tokens, values in zip(rollout.top.tokens.tolist(), rollout.top.logprobs, strict=True)
+    ]
+    assert all(each[2][1] == -9999.0 for each in top)
+    (choice,) = generate(server, [3, 5], logprobs=3, **params)
+    assert choice["token_ids"] == rollout.tokens.tolist()
+    assert [
+        [(int(each["token"].removeprefix("token_id:")), each["logprob"]) for each in entry["top_logprobs"]]
+        for entry in choice["logprobs"]["content"]
+    ] == top
+    _, answer = ask(server, "/v1/completions", {"prompt": [3, 5], "logprobs": 3, **params})
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [
+        {Letters().decode([token]): value for token, value in each} for each in top
+    ]
+    (plain,) = generate(server, [3, 5], logprobs=1, **params)
+    assert [each.keys() for each in plain["logprobs"]["content"]] == [{"token", "logprob"}] * rollout.num_tokens
+
+
+def test_an_early_stop_string_is_a_part_of_the_text(server: Server) -> None:
+    body = {"model": "tiny", "prompt": "df", "max_tokens": 30, "temperature": 0.3, "seed": 3}
+    _, answer = ask(server, "/v1/completions", body)
+    text = answer["choices"][0]["text"]
+    stop = next(letter for letter in text if text.count(letter) > 1)
+    first = text.index(stop)
+    _, answer = ask(server, "/v1/completions", body | {"stop": stop, "min_tokens": first + 1})
+    assert answer["choices"][0]["text"] == text[: text.index(stop, first + 1)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_text_that_is_not_unicode_is_refused(server: Server) -> None:

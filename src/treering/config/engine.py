@@ -18,11 +18,11 @@ class Sampling(Config):
 
     The distribution is the softmax of the logits over `temperature`, cut to the `top_k` likeliest tokens, then to the
     fewest likeliest tokens whose mass reaches `top_p`, then to the tokens at least `min_p` times as likely as the
-    likeliest, and renormalised. `repetition_penalty` changes the logits before all of this. Order and definitions are
-    those of Hugging Face's `generate`.
+    likeliest, and renormalised. `repetition_penalty` changes the logits before all of this, and `min_tokens` hides the
+    stop tokens first. Order and definitions are those of Hugging Face's `generate`.
 
     `Rollout.logprobs` are of this distribution; `Rollout.policy_logprobs` are of the logits over `temperature`, without
-    cuts and penalty.
+    cuts, penalty and hidden tokens.
 
     Example: logits [2, 1, 0] at temperature 1 have the probabilities [0.665, 0.245, 0.090]; top_p=0.7 keeps the first
     two as [0.731, 0.269], top_k=1 only the first, min_p=0.3 the first two.
@@ -57,8 +57,21 @@ class Sampling(Config):
         description="Strings that end a rollout with the token that completes one; needs an engine with a tokenizer.",
     )
 
+    min_tokens: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        exclude=True,
+        description="Tokens of a rollout before which no stop token can be sampled and no stop string ends it.",
+    )
+    num_top_logprobs: Annotated[int, Field(ge=0, le=20)] = Field(
+        default=0, exclude=True, description="Likeliest tokens whose log-probs a rollout records at each of its tokens."
+    )
+
     @model_validator(mode="after")
     def _check_stops(self) -> "Sampling":
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}; lower it"
+            )
         if "" in self.stop_strings:
             raise ConfigError('a stop string must have at least one character, got ""; remove it')
         return self

@@ -80,6 +80,12 @@ class Admission:
             self._check_tokens(request)
             self._check_length(request)
             self._check_images(request)
+            hidden = {token for token in request.sampling.stop_tokens if token < self.vocab_size}
+            if request.sampling.min_tokens and len(hidden) == self.vocab_size:
+                raise InputError(
+                    f"min_tokens={request.sampling.min_tokens} leaves no token to sample, as all {self.vocab_size} are "
+                    "stop tokens; remove some"
+                )
             if request.sampling.stop_strings and not self.has_decode:
                 raise InputError(
                     f"stop strings need a decoder, and this engine has none for {request.sampling.stop_strings}; "

@@ -9,7 +9,7 @@ A `Request` is a prompt with a key, sampling parameters and optionally a rollout
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,16 @@ def key_of(prompt_id: PromptId, draw: int, sample: int, call: int | None) -> Rol
     Example: ("q", 0, 3) for a rollout, and ("q", 0, 3, 71) for a call.
     """
     return (prompt_id, draw, sample) if call is None else (prompt_id, draw, sample, call)
+
+
+class TopLogprobs(NamedTuple):
+    """Likeliest tokens at each position of a rollout, likeliest first."""
+
+    tokens: NDArray[np.int32]
+    """int32 [R, K]."""
+    logprobs: Logprobs
+    """float64 [R, K], under the sampled distribution, -inf for a token that cannot be sampled; with `top_k=1`, whose
+    distribution has one token, after temperature only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +83,8 @@ class Rollout:
     """Number of leading tokens copied from that rollout, with its log-probs and versions."""
     call: int | None = None
     """Id of the call, as in `Request.call`."""
+    top: TopLogprobs | None = None
+    """Likeliest tokens, if `Sampling.num_top_logprobs` asked for them; an observation or a branch drops them."""
 
     def __post_init__(self) -> None:
         for name in _ARRAYS[1:]:
@@ -115,6 +127,7 @@ class Rollout:
             policy_logprobs=np.concatenate([self.policy_logprobs, np.zeros(num_new)]),
             loss_mask=np.concatenate([self.loss_mask, np.zeros(num_new, bool)]),
             versions=np.concatenate([self.versions, version]).astype(np.int32),
+            top=None,
         )
 
     def branch(self, num_tokens: int, *, sample: int) -> "Rollout":
@@ -151,6 +164,7 @@ class Rollout:
             reward=None,
             branched_from=self.sample,
             num_shared=num_tokens,
+            top=None,
         )
 
     def _reason_at(self, num_tokens: int) -> FinishReason:
@@ -212,6 +226,11 @@ class Request:
             raise InputError(
                 f"a request must continue the rollout of its own key, got {self.key} and a rollout of "
                 f"{self.so_far.key}; use the key and prompt of the earlier request"
+            )
+        if self.so_far is not None and self.sampling.num_top_logprobs:
+            raise InputError(
+                f"top log-probs are recorded from a rollout's first token on, got num_top_logprobs="
+                f"{self.sampling.num_top_logprobs} and a rollout of {self.so_far.num_tokens} tokens to continue; set 0"
             )
         if self.so_far is not None and self.so_far.num_tokens >= self.sampling.max_tokens:
             raise InputError(

@@ -37,8 +37,14 @@ def first_stop(
         tokens = tokens[_last_turn(tokens[:num_before], strings, decode) :]
     for count in range(1, num_new + 1):
         end = tokens.size - num_new + count
-        texts = _texts(tokens[max(0, end - window) : end], decode)
-        if any(string in text for string in strings for text in texts):
+        seen = tokens[max(0, end - window) : end]
+        texts = _texts(seen, decode)
+        if not any(string in text for string in strings for text in texts):
+            continue
+        # A string before `min_tokens` has not ended the turn.
+        before = _texts(seen[:-1], decode)
+        pairs = list(zip(texts, before, strict=True))
+        if any(now.rfind(string) > then.rfind(string) for string in strings for now, then in pairs):
             return count
     return None
 

@@ -14,6 +14,7 @@ from torch import nn
 from treering.arrays import Int64Array
 from treering.engine.admission import Admission, EngineSettings
 from treering.engine.backends import Backend, check_decoder, make_backend
+from treering.engine.batch.masked_sampling import sample_masked
 from treering.engine.batch.rows import Table
 from treering.engine.batch.step_inputs import (
     NOT_FINISHED,
@@ -23,7 +24,6 @@ from treering.engine.batch.step_inputs import (
     counts_of,
     leaders_of,
     make_inputs,
-    never_sampling,
 )
 from treering.engine.batch.token_batch import VisionSnapshot, join, prefill_chunks, with_images
 from treering.engine.decoder.weights import read_weights
@@ -36,6 +36,7 @@ from treering.engine.protocol import (
     Request,
     Rollout,
     RolloutKey,
+    TopLogprobs,
     WhenRunning,
     as_requests,
     check_update,
@@ -121,9 +122,8 @@ class TorchEngine(Engine):
         self._vision = None if vision is None else VisionSnapshot(self._parts, vision, max_tokens=max_tokens)
         made = make_backend(self._weights, max_tokens, backend, takes_images=vision is not None)
         self._decoder, self._sampler, self._backend = made.decoder, made.sampler, made.name
-        if vision is not None:
-            # A sampled placeholder would have no image, so such a rollout could not be trained.
-            self._sampler = never_sampling(vision.placeholders, self._sampler)
+        # A sampled placeholder would have no image, so such a rollout could not be trained.
+        self._never_sampled = () if vision is None else tuple(vision.placeholders)
         check_decoder(self._parts, self._decoder, max_context=min(self._max_context, max_tokens))
         self._admission = Admission(
             vocab_size=self._parts.vocab_size,
@@ -351,7 +351,12 @@ class TorchEngine(Engine):
         if self._vision is not None:
             batch = with_images(batch, chunks, table, self._vision)
         logits = self._decoder.run(batch)
-        verified = self._sampler(logits, inputs, table.columns, proposed)
+        tops: dict[int, TopLogprobs] = {}
+        c, rows = table.columns, inputs.rows
+        if self._never_sampled or c.num_top[rows].any() or (c.num_tokens[rows] < c.first_end[rows]).any():
+            verified, tops = sample_masked(self._sampler, logits, inputs, c, proposed, never=self._never_sampled)
+        else:
+            verified = self._sampler(logits, inputs, c, proposed)
         if is_steady:
             self._speculation.note_pass(inputs.batch.num_tokens, self._clock() - start)
             self._threads.note_pass(inputs.batch.num_tokens, time.perf_counter() - start_s)
@@ -367,6 +372,8 @@ class TorchEngine(Engine):
             # Undo the commit; sampling again gives the same tokens.
             table.columns.num_tokens[inputs.rows] = num_tokens
             raise
+        for index, top in tops.items():
+            table.note_top(int(inputs.rows[index]), top, int(committed.num_new[index]))
         counts = counts_of(inputs, own, drafts, num_prefilled, is_early)
         counts |= self._rehearsals.note_pass(inputs.rows, num_tokens, chains)._asdict()
         for name, count in counts.items():

@@ -118,7 +118,6 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "response_format": (({"type": "text"},), "would sample from a masked distribution, unlike the log-probs"),
     "structured_outputs": ((), "would sample from a masked distribution, unlike the log-probs"),
     "guided_json": ((), "would sample from a masked distribution, unlike the log-probs"),
-    "min_tokens": ((0,), "would forbid the end of a turn, which the log-probs ignore"),
     "prompt_logprobs": ((), "is not computed while sampling; use treering.forward"),
     "truncate_prompt_tokens": ((), "would sample from a prompt other than the one sent"),
     "echo": ((False,), "is not supported"),
@@ -139,7 +138,7 @@ _WITHOUT_EFFECT = (
 class Asked:
     """Sampling that a call asks for.
 
-    Example: `{"temperature": 0}` always samples the likeliest token: `top_k` is 1, `is_greedy` is True.
+    Example: `{"temperature": 0}` always samples the likeliest token: `top_k` is 1.
     """
 
     sampling: Sampling
@@ -149,8 +148,6 @@ class Asked:
     """Equal calls with equal seeds get equal answers."""
     has_logprobs: bool
     """Whether to return log-probs."""
-    is_greedy: bool
-    """Temperature 0: returned log-probs are those of temperature 1, as the sampled distribution has only one token."""
 
 
 def take_sampling(
@@ -191,6 +188,7 @@ def take_sampling(
     stops = fields.take("stop_token_ids", list, [])
     temperature = fields.take("temperature", float, 1.0)
     top_k = fields.take("top_k", int, _OFF)
+    has_logprobs, num_top_logprobs = _logprobs(fields)
     sampling = Sampling(
         max_tokens=max_tokens if max_tokens is not None else min(default_max_tokens or num_left, num_left),
         temperature=temperature or 1.0,
@@ -200,6 +198,8 @@ def take_sampling(
         repetition_penalty=fields.take("repetition_penalty", float, 1.0),
         stop_tokens=(*stops, *(end for end in ends if end not in stops)),
         stop_strings=_stops(fields),
+        min_tokens=fields.take("min_tokens", int, 0),
+        num_top_logprobs=num_top_logprobs,
     )
     num_samples = fields.take("n", int, 1)
     if not 1 <= num_samples <= 1024:
@@ -208,8 +208,7 @@ def take_sampling(
         sampling=sampling,
         num_samples=num_samples,
         seed=_seed(fields),
-        has_logprobs=_has_logprobs(fields),
-        is_greedy=temperature == 0,
+        has_logprobs=has_logprobs,
     )
     for name, (neutral, why) in _NEUTRAL.items():
         fields.refuse_unless(name, neutral, why)
@@ -237,15 +236,22 @@ def _seed(fields: Fields) -> int | None:
     return None if seed == _OFF else seed
 
 
-def _has_logprobs(fields: Fields) -> bool:
-    """Take whether log-probs are wanted: a chat sends a bool and `top_logprobs`, other calls a count of 0 or 1."""
+MAX_TOP_LOGPROBS = 20
+
+
+def _logprobs(fields: Fields) -> tuple[bool, int]:
+    """Take whether log-probs are wanted, and of how many likeliest tokens.
+
+    A chat sends a bool and `top_logprobs`, other calls only the number of likeliest tokens.
+    """
     count: int | bool = fields.take_any("logprobs", (int, bool), False)
-    most = fields.take("top_logprobs", int, 0)
-    if not 0 <= count <= 1 or not 0 <= most <= 1:
+    num_top = fields.take("top_logprobs", int, 0)
+    if not max(count, num_top) <= MAX_TOP_LOGPROBS or min(count, num_top) < 0:
         raise InputError(
-            f"only log-probs of the sampled tokens are returned, got logprobs={count!r}, top_logprobs={most}; ask for 1"
+            f"log-probs of 0 to {MAX_TOP_LOGPROBS} likeliest tokens are returned, got logprobs={count!r}, "
+            f"top_logprobs={num_top}; ask for fewer"
         )
-    return count is not False or most == 1
+    return count is not False or num_top > 0, num_top or (0 if isinstance(count, bool) else count)
 
 
 REFUSED = {
@@ -276,10 +282,23 @@ def token_ids(value: Sequence[object], name: str) -> TokenIds:
 def logprobs_of(rollout: Rollout, asked: Asked) -> list[float]:
     """Return the log-prob of every sampled token under the distribution that it was sampled from.
 
-    For a greedy call, whose distribution has one token, return those of the logits.
+    With `top_k` 1 (temperature 0), where the distribution has one token, return those after temperature only.
     """
-    logprobs: list[float] = (rollout.policy_logprobs if asked.is_greedy else rollout.logprobs).tolist()
+    is_greedy = asked.sampling.top_k == 1
+    logprobs: list[float] = (rollout.policy_logprobs if is_greedy else rollout.logprobs).tolist()
     return logprobs
+
+
+LEAST_LOGPROB = -9999.0
+"""Log-prob of a token that cannot be sampled, as in vLLM, because JSON has no infinity."""
+
+
+def top_of(rollout: Rollout) -> list[list[tuple[int, float]]]:
+    """Return the likeliest tokens and their log-probs, for each sampled token; empty lists if none were asked for."""
+    if rollout.top is None:
+        return [[] for _ in range(rollout.num_tokens)]
+    rows = zip(rollout.top.tokens.tolist(), rollout.top.logprobs.clip(min=LEAST_LOGPROB).tolist(), strict=True)
+    return [list(zip(tokens, logprobs, strict=True)) for tokens, logprobs in rows]
 
 
 def take_tokens(fields: Fields) -> TokenIds:
@@ -307,8 +326,10 @@ def token_answer(request_id: str, context: TokenIds, rollouts: Sequence[Rollout]
                 "finish_reason": rollout.finish_reason,
                 "logprobs": {
                     "content": [
-                        {"token": f"token_id:{token}", "logprob": logprob}
-                        for token, logprob in zip(rollout.tokens.tolist(), logprobs_of(rollout, asked), strict=True)
+                        _named(token, logprob) | ({"top_logprobs": [_named(*each) for each in top]} if top else {})
+                        for token, logprob, top in zip(
+                            rollout.tokens.tolist(), logprobs_of(rollout, asked), top_of(rollout), strict=True
+                        )
                     ]
                 },
                 "policy_versions": rollout.versions.tolist(),
@@ -317,6 +338,10 @@ def token_answer(request_id: str, context: TokenIds, rollouts: Sequence[Rollout]
         ],
         "usage": usage(context.size, rollouts),
     }
+
+
+def _named(token: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token}", "logprob": logprob}
 
 
 def completion(
@@ -413,22 +438,27 @@ def _choice(
         "logprobs": None,
     }
     if asked.has_logprobs:
-        choice["logprobs"] = {"tokens": token_texts(rollout, texts), "token_logprobs": logprobs_of(rollout, asked)}
+        names, logprobs = [token_text(token, texts) for token in rollout.tokens.tolist()], logprobs_of(rollout, asked)
+        choice["logprobs"] = {
+            "tokens": names,
+            "token_logprobs": logprobs,
+            "top_logprobs": [
+                {token_text(token, texts): value for token, value in top} | {name: logprob}
+                for name, logprob, top in zip(names, logprobs, top_of(rollout), strict=True)
+            ],
+        }
     if has_ids:
         choice |= ids_of(context, rollout)
     return choice
 
 
-def token_texts(rollout: Rollout, texts: TextTokens) -> list[str]:
-    r"""Return the text of each sampled token: the name of a special token, the bytes of a partial character.
+def token_text(token: int, texts: TextTokens) -> str:
+    r"""Return the text of a sampled token: the name of a special token, the bytes of a partial character.
 
     Example: the tokens of "4 apples" and an end are "4", " apples" and "<|im_end|>"; those of an emoji are
     `bytes:\xf0\x9f\x98` and `bytes:\x80`, as OpenAI writes them.
     """
-    return [_text_of_bytes(texts.bytes_of(token)) for token in rollout.tokens.tolist()]
-
-
-def _text_of_bytes(content: bytes) -> str:
+    content = texts.bytes_of(token)
     try:
         return content.decode()
     except UnicodeDecodeError:
@@ -455,5 +485,7 @@ def text_of(rollout: Rollout, asked: Asked, decode: Decode) -> str:
     text = decode(tokens)
     if rollout.finish_reason != "stop":
         return text
-    ends = [text.find(stop) for stop in asked.sampling.stop_strings if stop in text]
-    return text[: min(ends)] if ends else text
+    # A stop string before `min_tokens` has not ended the answer.
+    first = len(decode(tokens[: asked.sampling.min_tokens]).rstrip("\N{REPLACEMENT CHARACTER}"))
+    found = (text.find(stop, max(0, first + 1 - len(stop))) for stop in asked.sampling.stop_strings)
+    return text[: min((at for at in found if at >= 0), default=None)]

@@ -13,7 +13,7 @@ from treering.data.trajectory import Message
 from treering.engine.protocol import Rollout
 from treering.errors import InputError, UnsupportedError
 from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools
-from treering.serving.bodies import Asked, Fields, completion, ids_of, logprobs_of, text_of, token_texts
+from treering.serving.bodies import Asked, Fields, completion, ids_of, logprobs_of, text_of, token_text, top_of
 from treering.serving.stream import settled_text
 from treering.types import TokenIds
 
@@ -124,12 +124,14 @@ class Chats:
         return settled_text(text, asked.sampling.stop_strings)
 
     def _logprobs(self, rollout: Rollout, asked: Asked) -> dict[str, Any]:
-        parts = [self.tokens.text.bytes_of(token) for token in rollout.tokens.tolist()]
-        triples = zip(token_texts(rollout, self.tokens.text), parts, logprobs_of(rollout, asked), strict=True)
+        def named(token: int, logprob: float) -> dict[str, Any]:
+            texts = self.tokens.text
+            return {"token": token_text(token, texts), "bytes": list(texts.bytes_of(token)), "logprob": logprob}
+
+        sampled = zip(rollout.tokens.tolist(), logprobs_of(rollout, asked), top_of(rollout), strict=True)
         return {
             "content": [
-                {"token": text, "bytes": list(part), "logprob": value, "top_logprobs": []}
-                for text, part, value in triples
+                named(token, value) | {"top_logprobs": [named(*each) for each in top]} for token, value, top in sampled
             ]
         }
 

@@ -23,7 +23,7 @@ import threading
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Protocol
@@ -456,6 +456,9 @@ class Server(Closing):
         context = take_tokens(fields)
         params = Fields(fields.take("sampling_params", dict, {}), "sampling_params")
         asked = self._take_sampling(params, context, None)
+        if asked.sampling.num_top_logprobs == 1:
+            # Trainers ask for 1 and read the sampled token's.
+            asked = replace(asked, sampling=asked.sampling.changed(num_top_logprobs=0))
         params.refuse_unless("routed_experts_prompt_start", (0,), "asks for routed experts, which are not recorded")
         params.end()
         fields.end()

@@ -6,6 +6,7 @@ import torch
 
 from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY
 from tests.engine.speculation.scripted_drafts import make_drafts
+from treering.engine.batch.masked_sampling import sample_masked
 from treering.engine.batch.rows import BatchState, make_columns
 from treering.engine.batch.step_inputs import (
     MOST_DRAFTS,
@@ -78,7 +79,7 @@ def drafts_of(trees: list[tuple[list[int], list[int]]], vocabulary: int) -> Draf
 
 
 def columns_of(num_rows: int) -> BatchState:
-    columns = make_columns(max_rows=num_rows, max_context=8, max_stops=1)
+    columns = make_columns(max_rows=num_rows, max_context=8, max_stops=2)
     for row in range(num_rows):
         columns.keys[row] = row_key(0, "p", 0, row)
         columns.num_tokens[row] = 5 + 100 * row
@@ -126,6 +127,23 @@ def test_trees_give_the_tokens_of_the_walk_on_cpu(seed: int, cut: str) -> None:
     expected = sample_and_verify(logits, inputs, columns, drafts)
     assert_same(verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts), expected)
     assert (expected.num_tokens > 1).any()
+
+
+def test_rows_with_hidden_tokens_read_their_own_copies_of_the_logits() -> None:
+    rng = np.random.default_rng(0)
+    drafts, columns = drafts_of([random_tree(rng, 5, 12) for _ in range(6)], 5), columns_of(6)
+    columns.stop_tokens[:] = [1, 3]
+    columns.first_end[::2] = columns.num_tokens[::2] + 2
+    inputs = inputs_of([0, 1, 2, 3, 4, 5], drafts)
+    # Row 1 samples from the logits of row 0, which hides tokens.
+    leaders, first_logits = (np.array([each[0], each[0], *each[2:]]) for each in (inputs.rows, inputs.first_logits))
+    inputs = inputs._replace(leaders=leaders, first_logits=first_logits)
+    logits = torch.from_numpy(rng.normal(size=(inputs.batch.num_tokens, 5)).astype(np.float32))
+    samplers = (verify.DeviceSampler(CPU).sample_and_verify, sample_and_verify)
+    actual, expected = (sample_masked(sampler, logits, inputs, columns, drafts)[0] for sampler in samplers)
+    assert_same(actual, expected)
+    assert not np.isin(expected.tokens[::2, 0], (1, 3)).any()
+    assert np.isin(expected.tokens[1::2], (1, 3)).any()
 
 
 def test_one_sampler_serves_steps_of_any_size() -> None:

@@ -25,7 +25,7 @@ from treering.engine.kv_cache import (
     Source,
     list_copies,
 )
-from treering.engine.protocol import FinishReason, Request, Rollout, RolloutKey
+from treering.engine.protocol import FinishReason, Request, Rollout, RolloutKey, TopLogprobs
 from treering.engine.sampling.noise import row_key
 from treering.engine.stop_strings import Decode, first_stop, turn_start
 from treering.types import TokenIds
@@ -55,13 +55,15 @@ class BatchState(NamedTuple):
     top_p: Float64Array
     log_min_p: Float64Array  # -inf is all
     penalty: Float64Array  # of repeated tokens; 1 is none
+    first_end: Int64Array  # position of the first token that may be a stop
+    num_top: Int64Array  # likeliest tokens to record
     stop_tokens: Int32Array  # [M, Q], padded with -1
 
 
 def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> BatchState:
     """Return columns of zeros."""
     wide = (max_rows, max_context)
-    whole = [np.zeros(max_rows, np.int64) for _ in range(10)]
+    whole = [np.zeros(max_rows, np.int64) for _ in range(12)]
     return BatchState(
         tokens=np.zeros(wide, np.int32),
         logprobs=np.zeros(wide),
@@ -84,6 +86,8 @@ def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> BatchSta
         top_p=np.ones(max_rows),
         log_min_p=np.full(max_rows, -np.inf),
         penalty=np.ones(max_rows),
+        first_end=whole[10],
+        num_top=whole[11],
         stop_tokens=np.full((max_rows, max_stops), -1, np.int32),
     )
 
@@ -132,6 +136,7 @@ class Table:
         """Whether finished rollouts keep their keys and values."""
         self.max_rows, self._seed = max_rows, seed
         self._row_prefixes: list[Prefix] = []
+        self._tops: dict[RolloutKey, list[TopLogprobs]] = {}
         self._num_groups = 0
         self._num_added = 0
         self.num_changes = 0
@@ -213,8 +218,10 @@ class Table:
         columns = self.columns
         first, last = columns.num_prompt[row], columns.num_tokens[row]
         own = slice(0, last - first)
+        tops = self._tops.get(self.requests[row].key)
         return replace(
             self.requests[row].unstarted(),
+            top=None if tops is None else TopLogprobs(*(np.concatenate(each)[own] for each in zip(*tops, strict=True))),
             tokens=columns.tokens[row, first:last].copy(),
             logprobs=columns.logprobs[row, own].copy(),
             policy_logprobs=columns.policy_logprobs[row, own].copy(),
@@ -224,11 +231,18 @@ class Table:
             reward=None,
         )
 
+    def note_top(self, row: int, top: TopLogprobs, num_new: int) -> None:
+        """Record the likeliest tokens at a row's last `num_new` tokens, which are the first ones of `top`."""
+        self._tops.setdefault(self.requests[row].key, []).append(
+            TopLogprobs(top.tokens[:num_new], top.logprobs[:num_new])
+        )
+
     def truncate_at_stop(self, row: int, num_new: int, decode: Decode) -> bool:
         """Return whether one of a row's last `num_new` tokens completes a stop string; drop the tokens after it."""
         columns, request = self.columns, self.requests[row]
         strings = request.sampling.stop_strings
-        if not strings:
+        num_new = min(num_new, int(columns.num_tokens[row] - columns.first_end[row]))
+        if not strings or num_new <= 0:
             return False
         begin = turn_start(request.so_far)
         num_before = 0 if request.so_far is None else request.so_far.num_tokens - begin
@@ -246,6 +260,7 @@ class Table:
         else:
             self.prefixes.allocator.free(computed.start)
         prefix.num_running -= 1
+        self._tops.pop(request.key, None)
         last = self.num_rows - 1
         if row != last:
             move_row(self.columns, last, row)
@@ -373,6 +388,7 @@ class Table:
         c.temperature[row], c.top_k[row], c.top_p[row] = sampling.temperature, sampling.top_k or 0, sampling.top_p
         c.log_min_p[row] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
         c.penalty[row] = sampling.repetition_penalty
+        c.first_end[row], c.num_top[row] = num_prompt + sampling.min_tokens, sampling.num_top_logprobs
         c.stop_tokens[row] = -1
         c.stop_tokens[row, : len(sampling.stop_tokens)] = sampling.stop_tokens
 

@@ -7,7 +7,7 @@ pass computes the first of them, the leader. Each row samples with its own noise
     D drafted tokens of all rows   J most drafts of a row   K slots that move
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -413,31 +413,6 @@ def sample_and_verify(logits: Tensor, inputs: StepInputs, columns: BatchState, d
     if bad >= 0:
         raise diverged(int(rows[bad]))
     return verified
-
-
-def never_sampling(token_ids: Sequence[int], sampler: SampleAndVerify) -> SampleAndVerify:
-    """Return a sampler that never samples `token_ids`.
-
-    Like top-k, it renormalises `logprobs`; `policy_logprobs` stay those of the whole distribution.
-
-    Example: with logits [0, 0, 0, 0] and token 3 excluded, the other tokens have log-probability -log 3, and -log 4
-    under the policy.
-    """
-
-    def run(logits: Tensor, inputs: StepInputs, columns: BatchState, drafts: DraftTrees) -> VerifiedTokens:
-        kept = logits.clone()
-        kept[:, list(token_ids)] = -torch.inf
-        verified = sampler(kept, inputs, columns, drafts)
-        index, depth = np.nonzero(np.arange(verified.path.shape[1]) < verified.num_tokens[:, None])
-        # The first token is sampled after the context, each later one after the draft that was accepted.
-        draft = np.where(depth == 0, -1, verified.path[index, depth - 1])
-        at = torch.from_numpy(inputs.first_logits[index] + 1 + draft).to(logits.device)
-        temperature = torch.from_numpy(columns.temperature[inputs.rows[index]]).to(logits.device)[:, None]
-        whole, rest = (torch.logsumexp(values[at].double() / temperature, -1) for values in (logits, kept))
-        verified.policy_logprobs[index, depth] -= (whole - rest).cpu().numpy()
-        return verified
-
-    return run
 
 
 NOT_FINISHED, STOPPED, REACHED_LIMIT = 0, 1, 2

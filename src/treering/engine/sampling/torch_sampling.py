@@ -86,6 +86,32 @@ def sample(
 
     Example: logits [2, 1, 0] at temperature 1 with top_p=0.7 give token 0 with probability 0.731, otherwise token 1.
     """
+    policy, processed = distributions(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p, log_min_p=log_min_p, repetitions=repetitions
+    )
+    exponentials = -uniforms(keys, positions, logits.shape[1]).log()
+    # argmax returns the first of equal maxima.
+    tokens = (processed.exp() / exponentials).argmax(-1)
+    at = tokens[:, None]
+    return SampledTokens(
+        tokens=tokens, logprobs=processed.gather(1, at)[:, 0], policy_logprobs=policy.gather(1, at)[:, 0]
+    )
+
+
+def distributions(
+    logits: Float[Tensor, "M V"],
+    *,
+    temperature: Float64[Tensor, " M"],
+    top_k: Int64[Tensor, " M"],
+    top_p: Float64[Tensor, " M"],
+    log_min_p: Float64[Tensor, " M"] | None,
+    repetitions: Repetitions | None,
+) -> tuple[Float64[Tensor, "M V"], Float64[Tensor, "M V"]]:
+    """Return the log-probs of all tokens, after temperature only and under the sampled distribution; see `sample`.
+
+    Raises:
+        StateError: if a row has NaN or +inf, or only -inf.
+    """
     wide = logits.double()
     top = wide.amax(-1, keepdim=True)
     is_bad = ~top[:, 0].isfinite()
@@ -105,13 +131,7 @@ def sample(
         if log_min_p is not None:
             kept &= scaled >= log_min_p[:, None]
         processed = scaled.masked_fill(~kept, -torch.inf).log_softmax(-1)
-    exponentials = -uniforms(keys, positions, logits.shape[1]).log()
-    # argmax returns the first of equal maxima.
-    tokens = (processed.exp() / exponentials).argmax(-1)
-    at = tokens[:, None]
-    return SampledTokens(
-        tokens=tokens, logprobs=processed.gather(1, at)[:, 0], policy_logprobs=policy.gather(1, at)[:, 0]
-    )
+    return policy, processed
 
 
 def diverged(row: int) -> StateError:

@@ -39,8 +39,8 @@ def check_sampling(sampling: Sampling, *, truncated: Truncated, has_drafts: bool
         has_drafts: whether the LLM speculates.
 
     Raises:
-        ConfigError: a temperature that vLLM would change, a min_p that it cannot apply or applies in another order, or
-            a cut or penalty with truncated="refuse".
+        ConfigError: a temperature that vLLM would change, a min_p that it cannot apply or applies in another order, a
+            cut or penalty with truncated="refuse", min_tokens, or num_top_logprobs.
 
     Example: temperature 0.001 is refused, because vLLM would sample at 0.01.
     """
@@ -49,6 +49,11 @@ def check_sampling(sampling: Sampling, *, truncated: Truncated, has_drafts: bool
             f"vLLM samples at temperature {_LEAST_TEMPERATURE} or more, got {sampling.temperature}; for greedy "
             "decoding set top_k=1"
         )
+    for name in ("min_tokens", "num_top_logprobs"):
+        if getattr(sampling, name):
+            raise ConfigError(
+                f"only the embedded engine has {name}, got {getattr(sampling, name)}; set it to 0, or use TorchEngine"
+            )
     if sampling.min_p > 0 and has_drafts:
         raise ConfigError(f"vLLM cannot apply min_p with drafts, got min_p={sampling.min_p}; set it to 0")
     if sampling.min_p > 0 and sampling.top_p < 1:

@@ -247,9 +247,9 @@ class DeviceSampler:
         is_cut = (columns.top_k[rows] > 0) | (columns.top_p[rows] < 1) | (columns.log_min_p[rows] > -np.inf)
         if is_cut.any() or repetitions is not None:
             arrays += [columns.top_k[owner], columns.top_p[owner], columns.log_min_p[owner]]
-        # Duplicate rows read some logits more than once.
-        has_duplicates = bool((leaders != rows).any())
-        wanted = [np.repeat(inputs.first_logits - begins, lengths) + np.arange(owner.size)] if has_duplicates else []
+        # Duplicate rows read some logits more than once, and rows with hidden tokens read their own copies.
+        is_direct = np.array_equal(inputs.first_logits, begins)
+        wanted = [] if is_direct else [np.repeat(inputs.first_logits - begins, lengths) + np.arange(owner.size)]
         with on_device(self._device):
             values = self._walk_trees(logits, wanted, arrays, repetitions, rows.size, most)
         bad = np.flatnonzero(values[:, 0] == 0)
