@@ -70,6 +70,18 @@ class TeacherStates:
                 logprobs.append(top.values - logits.logsumexp(-1, keepdim=True))
         return TeacherTopK(ids=torch.cat(ids), logprobs=torch.cat(logprobs))
 
+    def logprobs(self, rows: Int[Tensor, " n"], tokens: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """Return the log-prob of a token in each of some rows, in any order; a row's logits are computed once."""
+        found = torch.empty(rows.numel(), dtype=torch.float64, device=self.hidden.device)
+        size = max_logit_rows(self.hidden.device, self.num_logits)
+        with torch.no_grad():
+            for first, hidden in enumerate(torch.split(self.hidden, size)):
+                logits = self._logits(hidden, 1.0)
+                at = (rows // size == first).nonzero()[:, 0]
+                own = rows[at] - first * size
+                found[at] = (logits[own, tokens[at]] - logits.logsumexp(-1)[own]).double()
+        return found
+
     def _logits(self, hidden: Float[Tensor, "n C"], temperature: float) -> Float[Tensor, "n V"]:
         return scaled_logits(self.head, hidden, softcap=self.softcap, temperature=temperature * self.logit_divisor)
 

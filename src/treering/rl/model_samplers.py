@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from treering.arrays import Int64Array
 from treering.engine.host import EngineHost
 from treering.engine.protocol import EngineStats, Request, Rollout, Sampling
-from treering.engine.sampling.noise import call_id
+from treering.engine.sampling.noise import call_id, row_key
+from treering.engine.sampling.torch_sampling import sample
 from treering.engine.stop_strings import Decode
 from treering.engine.torch_engine import TorchEngine
-from treering.model.teacher import score
+from treering.model.teacher import TeacherStates, score
 from treering.rl.drafting import Drafting
 from treering.train.loop.trainee import SharedBase, TraineeOptions
-from treering.train.targets import score_targets
 from treering.tree.forest import Forest
 from treering.types import TokenIds
 
@@ -60,14 +60,6 @@ class EngineOptions:
     decode: Decode | None = None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _WaitingPrompts:
-    """Prompts that wait to be scored together."""
-
-    prompts: list[tuple[TokenIds, Int64Array | None, int]] = field(default_factory=list)
-    answers: "list[Future[PromptScores]]" = field(default_factory=list)
-
-
 TopTokens = tuple[Int64Array, NDArray[np.float64]]
 """Token ids and log-probs [N, k] each: row t is for the distribution of token t."""
 
@@ -80,11 +72,24 @@ class PromptScores:
         logprobs: [N], NaN for the first token.
         targets: [N - 1, K], for the requested targets.
         top: likeliest tokens and their log-probs, [N, k] each: row t is for the distribution of token t.
+        drawn: tokens drawn after the sequence, and their log-probs.
     """
 
     logprobs: NDArray[np.float64]
-    targets: NDArray[np.float64] | None = None
-    top: TopTokens | None = None
+    targets: NDArray[np.float64] | None
+    top: TopTokens | None
+    drawn: tuple[TokenIds, NDArray[np.float64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _WaitingPrompt:
+    """Prompt that waits to be scored, with the noise keys of the tokens to draw after it."""
+
+    tokens: TokenIds
+    targets: Int64Array | None
+    top_k: int
+    keys: Sequence[int]
+    answer: "Future[PromptScores]" = field(default_factory=Future)
 
 
 class ModelSampler:
@@ -109,7 +114,7 @@ class ModelSampler:
         self._weights = ""
         self._num_inside = 0
         self._gate, self._is_left = asyncio.Lock(), asyncio.Event()
-        self._waiting: _WaitingPrompts | None = None
+        self._waiting: list[_WaitingPrompt] = []
         self._max_scored = options.max_tokens
         self.num_open = 0
         """Open calls, including waiting ones."""
@@ -127,8 +132,7 @@ class ModelSampler:
         name = f"{call_id(context):x}"
         turn = nullcontext() if seed is None else self._turns.setdefault(name, asyncio.Lock())
         async with self._under(weights), turn:
-            first = 0 if seed is not None else self._counts[name]
-            self._counts[name] += num_samples
+            first = 0 if seed is not None else self._count(name, num_samples)
             requests = [
                 # A prompt's history is found by its tokens; requests that run together are siblings.
                 Request(
@@ -144,23 +148,38 @@ class ModelSampler:
             self.host.run(lambda: self._note(rollouts))
         return rollouts
 
+    def _count(self, name: str, num_samples: int) -> int:
+        """Return how many samples of a prompt were asked for before these."""
+        self._counts[name] += num_samples
+        return self._counts[name] - num_samples
+
     def _note(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             self._drafting.add(rollout)
 
     async def score(
-        self, weights: SamplerWeights, prompt: TokenIds, *, targets: Int64Array | None = None, top_k: int = 0
+        self,
+        weights: SamplerWeights,
+        prompt: TokenIds,
+        *,
+        targets: Int64Array | None = None,
+        top_k: int = 0,
+        num_drawn: int = 0,
     ) -> PromptScores:
-        """Score a sequence under some weights; sequences that wait at the same time share one forest."""
-        answer: Future[PromptScores] = Future()
+        """Score a sequence under some weights, and draw tokens after it as `sample` does at temperature 1.
+
+        Sequences that wait at the same time share one forest.
+        """
         async with self._under(weights):
+            name = f"{call_id(prompt):x}"
+            first = self._count(name, num_drawn)
+            keys = [row_key(0, name, 0, first + i) for i in range(num_drawn)]
+            waiting = _WaitingPrompt(tokens=prompt, targets=targets, top_k=top_k, keys=keys)
             with self._lock:
-                if self._waiting is None:
-                    self._waiting = _WaitingPrompts()
+                self._waiting.append(waiting)
+                if len(self._waiting) == 1:
                     self.host.run(self._score)
-                self._waiting.prompts.append((prompt, targets, top_k))
-                self._waiting.answers.append(answer)
-            return await asyncio.wrap_future(answer)
+            return await asyncio.wrap_future(waiting.answer)
 
     @asynccontextmanager
     async def _under(self, weights: SamplerWeights) -> AsyncIterator[None]:
@@ -199,48 +218,65 @@ class ModelSampler:
 
     def _score(self) -> None:
         with self._lock:
-            waiting, self._waiting = self._waiting, None
-        assert waiting is not None
-        first = 0
-        while first < len(waiting.prompts):
-            last, size = first, 0
-            while last < len(waiting.prompts) and (last == first or size < self._max_scored):
-                size += waiting.prompts[last][0].size
-                last += 1
+            waiting, self._waiting = self._waiting, []
+        while waiting:
+            sizes = np.cumsum([prompt.tokens.size for prompt in waiting])
+            num_next = 1 + int(np.searchsorted(sizes[:-1], self._max_scored))
+            prompts, waiting = waiting[:num_next], waiting[num_next:]
             try:
-                found = self._score_forest(waiting.prompts[first:last])
+                found = self._score_forest(prompts)
             except Exception as error:
-                for answer in waiting.answers[first:last]:
+                for prompt in prompts:
                     with suppress(InvalidStateError):
-                        answer.set_exception(error)
+                        prompt.answer.set_exception(error)
             else:
-                for answer, scores in zip(waiting.answers[first:last], found, strict=True):
+                for prompt, scores in zip(prompts, found, strict=True):
                     with suppress(InvalidStateError):
-                        answer.set_result(scores)
-            first = last
+                        prompt.answer.set_result(scores)
 
-    def _score_forest(self, prompts: Sequence[tuple[TokenIds, Int64Array | None, int]]) -> list[PromptScores]:
-        """Run one pass for the log-probs of all prompts, and one more if likeliest tokens are requested."""
-        self.num_scored += sum(prompt.size for prompt, _, _ in prompts)
+    def _score_forest(self, prompts: Sequence[_WaitingPrompt]) -> list[PromptScores]:
+        """Run one pass for all that is asked of all prompts."""
+        self.num_scored += sum(prompt.tokens.size for prompt in prompts)
         self.num_score_passes += 1
-        asked = [_targets(prompt, targets) for prompt, targets, _ in prompts]
-        sequences = [prompt for prompt, _, _ in prompts]
-        logprobs = score_targets(self._model, sequences, asked).logprobs
-        most = max(top_k for _, _, top_k in prompts)
-        forest = Forest.from_sequences(sequences)
-        likeliest = score(self._model, forest, top_k=most).of_branches(forest) if most else None  # type: ignore[union-attr]
+        forest = Forest.from_sequences([prompt.tokens for prompt in prompts])
+        paths = [forest.path(i).astype(np.int64) for i in range(len(prompts))]
+        states = score(self._model, forest)
+        assert isinstance(states, TeacherStates)
+        asked = [_targets(prompt.tokens, prompt.targets) for prompt in prompts]
+        rows = [np.repeat(path, each.shape[1]) for path, each in zip(paths, asked, strict=True)]
+        every = [torch.from_numpy(np.concatenate(each)) for each in (rows, [each.ravel() for each in asked])]
+        logprobs = states.logprobs(*(each.to(states.hidden.device) for each in every)).cpu().numpy()
+        most = max(prompt.top_k for prompt in prompts)
+        top = states.top(most).of_branches(forest) if most else [None] * len(prompts)
         found = []
-        for i, (prompt, targets, top_k) in enumerate(prompts):
-            wide = logprobs[i].reshape(prompt.size, -1)
-            top = None if likeliest is None or not top_k else tuple(each[:, :top_k] for each in likeliest[i])
+        ends = np.cumsum([each.size for each in asked])
+        for prompt, path, values, likeliest in zip(prompts, paths, np.split(logprobs, ends[:-1]), top, strict=True):
+            wide = values.reshape(path.size, -1)
             found.append(
                 PromptScores(
                     logprobs=np.concatenate([[np.nan], wide[:-1, 0]]),
-                    targets=None if targets is None else np.where(targets < 0, 0.0, wide[:-1, 1:]),
-                    top=top,  # type: ignore[arg-type]
+                    targets=None if prompt.targets is None else np.where(prompt.targets < 0, 0.0, wide[:-1, 1:]),
+                    top=None
+                    if likeliest is None
+                    else (likeliest[0][:, : prompt.top_k], likeliest[1][:, : prompt.top_k]),
+                    drawn=self._drawn(states.take(torch.from_numpy(path[-1:])), path.size, prompt.keys),
                 )
             )
         return found
+
+    def _drawn(self, last: TeacherStates, position: int, keys: Sequence[int]) -> tuple[TokenIds, NDArray[np.float64]]:
+        """Draw a token for each key from the distribution after a prompt's last token."""
+        num = len(keys)
+        device = last.hidden.device
+        drawn = sample(
+            last.target(slice(None), 1.0, like=last.hidden.double()).logprobs.expand(num, -1),
+            keys=torch.tensor(keys, dtype=torch.int64, device=device),
+            positions=torch.full((num,), position, device=device),
+            temperature=torch.ones(num, dtype=torch.float64, device=device),
+            top_k=torch.zeros(num, dtype=torch.int64, device=device),
+            top_p=torch.ones(num, dtype=torch.float64, device=device),
+        )
+        return drawn.tokens.int().cpu().numpy(), drawn.logprobs.cpu().numpy()
 
     def close(self) -> None:
         """End the thread; open calls fail."""
@@ -273,11 +309,9 @@ class SamplerPool:
         """Sample from a model's engine, see `ModelSampler.sample`."""
         return await self._with(weights, lambda own: own.sample(weights, context, sampling, num_samples, seed))
 
-    async def score(
-        self, weights: SamplerWeights, prompt: TokenIds, *, targets: Int64Array | None = None, top_k: int = 0
-    ) -> PromptScores:
+    async def score(self, weights: SamplerWeights, prompt: TokenIds, **asked: Any) -> PromptScores:
         """Score with a model's engine, see `ModelSampler.score`."""
-        return await self._with(weights, lambda sampler: sampler.score(weights, prompt, targets=targets, top_k=top_k))
+        return await self._with(weights, lambda own: own.score(weights, prompt, **asked))
 
     async def _with(self, weights: SamplerWeights, use: Callable[[ModelSampler], Awaitable[T]]) -> T:
         async with self._lock:

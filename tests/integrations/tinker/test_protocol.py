@@ -142,6 +142,26 @@ def test_prompt_log_probs_of_tokens_targets_and_the_likeliest(service: tinker.Se
     assert len(sampler.compute_logprobs(full).result()) == NUM_POSITIONS
 
 
+def test_a_prompt_is_computed_once_and_its_next_token_is_the_one_that_sampling_draws(tmp_path: Path) -> None:
+    prompt, params = tinker.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=1)
+    found = []
+    for scores in (False, True):
+        with serving(tmp_path) as (url, routes):
+            sampler = client(url).create_sampling_client(base_model=NAME).result()
+            asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3} if scores else {}
+            found.append(sampler.sample(prompt, 6, params, **asked).result().sequences)
+            if scores:
+                sampler.compute_logprobs(prompt).result()
+                counts = routes.stats()["sampling"]
+                assert (counts["prefilled_tokens"], counts["sampled_tokens"]) == (0, 0)
+                assert (counts["scored_tokens"], counts["score_passes"]) == (2 * len(PROMPT), 2)
+    sampled, drawn = ([(each.tokens, each.stop_reason) for each in sequences] for sequences in found)
+    assert drawn == sampled
+    assert len({tuple(tokens) for tokens, _ in drawn}) > 1
+    for one, other in zip(*found, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, rel=1e-6)
+
+
 def test_a_state_with_optimizer_resumes_bitwise_and_one_without_starts_fresh(service: tinker.ServiceClient) -> None:
     trained = service.create_lora_training_client(base_model=NAME, rank=4, seed=2).result()
 

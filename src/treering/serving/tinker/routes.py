@@ -16,6 +16,7 @@ import numpy as np
 from torch import nn
 
 from treering.data.formats.json_fields import show
+from treering.engine.protocol import Sampling
 from treering.errors import ConfigError, InputError, TreeringError, UnsupportedError
 from treering.extras import require, satisfies
 from treering.model.tree_model import TreeModel
@@ -25,7 +26,14 @@ from treering.serving.server import Refusal, RouteHelp, refusal_of
 from treering.serving.tinker.checkpoints import Checkpoints, SavedModel
 from treering.serving.tinker.sessions import Holdings, Promise, TrainedModel
 from treering.serving.tinker.training_thread import Job, TokenCounts, TrainingThread
-from treering.serving.tinker.wire import read_batch, read_head, sample_answer, take_matrix, take_prompt_chunks
+from treering.serving.tinker.wire import (
+    Sampled,
+    read_batch,
+    read_head,
+    sample_answer,
+    take_matrix,
+    take_prompt_chunks,
+)
 from treering.train.loop.checkpoint import load_weights
 from treering.train.loop.trainee import SharedBase, Trainee, TraineeOptions
 
@@ -490,22 +498,38 @@ class TinkerRoutes:
         fields.ignore("type")
         fields.end()
 
+        wants_scores = wants_logprobs or top_prompt > 0 or matrix is not None
+        plain = Sampling(max_tokens=1, stop_tokens=asked.sampling.stop_tokens)
+        # As in `compute_logprobs`, whose one token is drawn in the pass that scores the prompt.
+        is_drawn = wants_scores and not only_scores and asked.seed is None and asked.sampling == plain
+
         async def run() -> bytes:
-            rollouts, scores = [], None
-            if not only_scores:
+            samples: list[Sampled] = [(prompt[:0], [], "length")] * asked.num_samples
+            scores = None
+            if not (only_scores or is_drawn):
                 rollouts = await self._pool.sample(weights, prompt, asked.sampling, asked.num_samples, asked.seed)
-            if wants_logprobs or top_prompt or matrix is not None:
-                targets = None if matrix is None else matrix[0]
-                scores = await self._pool.score(weights, prompt, targets=targets, top_k=top_prompt)
+                samples = [(each.tokens, logprobs_of(each, asked), each.finish_reason) for each in rollouts]
+            if wants_scores:
+                scores = await self._pool.score(
+                    weights,
+                    prompt,
+                    targets=None if matrix is None else matrix[0],
+                    top_k=top_prompt,
+                    num_drawn=asked.num_samples if is_drawn else 0,
+                )
+                if is_drawn:
+                    samples = [
+                        (token, logprob, "stop" if token[0] in plain.stop_tokens else "length")
+                        for token, logprob in zip(*(each[:, None] for each in scores.drawn), strict=True)
+                    ]
             tops = []
             if top_sampled:
-                whole = [np.concatenate([prompt, each.tokens]) for each in rollouts]
+                whole = [np.concatenate([prompt, tokens]) for tokens, _, _ in samples]
                 found = await asyncio.gather(*(self._pool.score(weights, each, top_k=top_sampled) for each in whole))
                 tops = [each.top for each in found if each.top is not None]
             return sample_answer(
                 prompt.size,
-                [(each.tokens, logprobs_of(each, asked), each.finish_reason) for each in rollouts]
-                or [(prompt[:0], [], "length")] * asked.num_samples,
+                samples,
                 scores,
                 tops,
                 has_logprobs=wants_logprobs,
