@@ -2,14 +2,18 @@
 
 `python -m benchmarks real` fetches SmolLM2-135M-Instruct (`treering fetch smollm2`) and runs its parts. Each is kept in
 `--folder` when it is done, so that the same command goes on where it was ended. Processor time counts, as other
-processes may take the machine; wall time and load are reported next to it.
+processes may take the machine; wall time and load are reported next to it. The parts trl and vllm run in the
+environments of `make trl-test` and `make vllm-test`, the latter on the weights that the former leaves.
 """
 
 import json
 import os
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from benchmarks.common.timing import environment as common_environment
 from benchmarks.real.exact import distances, profiles
 from benchmarks.real.grpo import SIZE, compared, train_both
 from benchmarks.real.tasks import TASKS
+from treering.cli.demo import DemoSize
 from treering.cli.display import LogConsole
 from treering.cli.fetch import SMOLLM2, fetched
 
@@ -30,7 +35,8 @@ TABLES = {
     "tasks": ("task", "temperature", "num_seeds", "processor_s", "processor_ratio", "token_ratio", "held_out_reward"),
     "exact": ("medians", "stock_over_tree"),
 }
-PARTS = ("grpo", "exact", "profile")
+HOSTED = ("trl", "vllm")
+PARTS = ("grpo", "exact", "profile", *HOSTED)
 
 
 def measure(
@@ -55,12 +61,15 @@ def measure(
         kept(folder / "exact.json", lambda: distances(model, num_seeds=num_seeds, on_progress=on_progress))
     if "profile" in parts:
         kept(folder / "profile.json", lambda: profiles(model))
+    hosted = [part for part in HOSTED if part in parts and not (folder / f"{part}.json").exists()]
+    notes = [note for part in hosted for note in run_hosted(part, folder, model, size, on_progress)]
     held = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
     runs = [report["found"] for name, report in held.items() if name.startswith("grpo-")]
     others = {name: report["found"] for name, report in held.items() if not name.startswith("grpo-")}
     return {
         **({"tasks": compared(runs), "runs": runs} if runs else {}),
         **others,
+        "notes": notes,
         "environment": common_environment(
             num_processors=os.cpu_count(),
             num_threads=torch.get_num_threads(),
@@ -68,6 +77,20 @@ def measure(
             load_average={name: report["load_average"] for name, report in held.items()},
         ),
     }
+
+
+def run_hosted(part: str, folder: Path, model: Path, size: DemoSize, on_progress: OnProgress) -> list[str]:
+    """Does a part in its host's environment; a note where there is no such environment."""
+    python = Path(f".venv-{part}/bin/python")
+    if find_spec(part) is not None:
+        work = import_module(f"benchmarks.real.{part}").measure
+        kept(folder / f"{part}.json", lambda: work(folder / part, model, size=size, on_progress=on_progress))
+    elif python.exists():
+        options = ["--only", part, "--prompts", str(size.num_prompts), "--folder", str(folder)]
+        subprocess.run([str(python), "-m", "benchmarks", "real", *options], check=True)
+    else:
+        return [f"{part} is left out, as {python} is missing: make .venv-{part}/.installed"]
+    return []
 
 
 def kept(file: Path, work: Callable[[], Any]) -> None:

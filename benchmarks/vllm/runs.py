@@ -1,7 +1,8 @@
-"""One engine in its own process: samples the problems epoch after epoch, and measures the last one."""
+"""One engine in its own process: samples prompts epoch after epoch, new weights or not, and measures each epoch."""
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,7 @@ class Case:
         method: see `Method`.
         num_rows: rows of the batch.
         num_drafts: K, most tokens of a draft.
-        num_epochs: the last one is measured; the plugin's history is what the ones before gave.
+        num_epochs: the plugin's history is what the ones before gave.
         options: lines of the plugin's TOML file.
     """
 
@@ -40,6 +41,25 @@ class Case:
     num_drafts: int = 16
     num_epochs: int = 2
     options: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What every epoch samples.
+
+    Attributes:
+        prompts: as tokens.
+        group_size: rollouts of each.
+        max_tokens: most of a rollout.
+        stop_token: ends a rollout.
+        temperature: of sampling.
+    """
+
+    prompts: Sequence[list[int]]
+    group_size: int
+    max_tokens: int
+    stop_token: int
+    temperature: float = 1.0
 
 
 def measure_case(case: Case, model: Path, folder: Path, num_problems: int, group_size: int) -> dict[str, Any]:
@@ -52,27 +72,60 @@ def measure_case(case: Case, model: Path, folder: Path, num_problems: int, group
         num_problems: that the policy knows; all are sampled.
         group_size: rollouts of each.
     """
+    known = problems(2 * num_problems)
+    prompts = [prompt for prompt, _ in known[:num_problems]]
+    asked = Asked(prompts=prompts, group_size=group_size, max_tokens=SOLUTION_SIZE + 20, stop_token=END)
+    others = [solutions for _, solutions in known[num_problems:]] if case.method == "other history" else None
+    return measure_epochs(case, asked, [model] * case.num_epochs, folder, others)[-1]
+
+
+def measure_epochs(
+    case: Case, asked: Asked, weights: Sequence[Path], folder: Path, others: list[list[list[int]]] | None = None
+) -> list[dict[str, Any]]:
+    """Tokens, steps and seconds of each epoch, for JSON.
+
+    Args:
+        case: what to measure.
+        asked: what is sampled.
+        weights: the saved policy of each epoch; where it is another one than before, it is loaded before the epoch.
+        folder: for the history.
+        others: rollouts that are the history of each prompt at the start.
+    """
     os.environ.update(_ENVIRONMENT, TREERING_HISTORY=str(folder / "history"), TREERING_VLLM_CONFIG=str(folder / "c"))
     (folder / "c").write_text(f"refresh_interval_s = 0\n{case.options}\n")
-    llm = _make_llm(case, model)
+    llm = _make_llm(case, weights[0])
     # numba is imported from here on only: vLLM's CPU worker must start before.
     from tests.integrations.vllm.shim import right_sampling
 
     from treering.history.store.store import HistoryStore
 
     meter = _Meter(llm)
-    known = problems(2 * num_problems)
-    asked, other = known[:num_problems], known[num_problems:]
+    found, loaded = [], weights[0]
     with right_sampling(), HistoryStore(folder / "history") as store:
-        if case.method == "other history":
-            _record_others(llm, store, [prompt for prompt, _ in asked], [solutions for _, solutions in other])
-        for epoch in range(case.num_epochs):
+        if others is not None:
+            _record_others(llm, store, asked.prompts, others)
+        for epoch, policy in enumerate(weights):
+            if policy != loaded:
+                _load(llm, policy)
+                loaded = policy
             meter.reset()
-            outputs, names = _sample(llm, [prompt for prompt, _ in asked], group_size, epoch)
-            found = meter.report(sum(len(output.outputs[0].token_ids) for output in outputs))
+            outputs, names = _sample(llm, asked, epoch)
+            figures = meter.report(sum(len(output.outputs[0].token_ids) for output in outputs))
+            found.append({"method": case.method, "num_rows": case.num_rows, "num_drafts": case.num_drafts, **figures})
             if case.method in ("history", "contract"):
                 _record(llm, store, outputs, names, epoch)
-    return {"method": case.method, "num_rows": case.num_rows, "num_drafts": case.num_drafts, **found}
+    return found
+
+
+def _load(llm: Any, policy: Path) -> None:
+    """Gives the engine other weights, the head too where it is the embedding."""
+    from transformers import AutoModelForCausalLM
+
+    from treering.integrations.vllm.llm import checkpoint_of
+
+    with checkpoint_of(AutoModelForCausalLM.from_pretrained(policy, dtype="float32")) as written:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(written)})
+    llm.reset_prefix_cache()
 
 
 def _make_llm(case: Case, model: Path) -> Any:
@@ -93,23 +146,23 @@ def _make_llm(case: Case, model: Path) -> Any:
         enforce_eager=True,
         max_model_len=256,
         max_num_seqs=case.num_rows,
-        kv_cache_memory_bytes=1 << 27,
+        kv_cache_memory_bytes=1 << 28,
         worker_extension_cls="treering.integrations.vllm.WorkerExtension",
         speculative_config=None if case.method == "none" else drafts,
     )
 
 
-def _sample(llm: Any, prompts: list[list[int]], group_size: int, epoch: int) -> tuple[list[Any], list[str]]:
-    """The rollouts of an epoch at temperature 1, and the prompt_id of each."""
+def _sample(llm: Any, asked: Asked, epoch: int) -> tuple[list[Any], list[str]]:
+    """The rollouts of an epoch, and the prompt_id of each."""
     from vllm import SamplingParams
 
     from treering.integrations.vllm import request_args
 
-    contexts = [(str(prompt), prompt) for prompt in prompts for _ in range(group_size)]
+    contexts = [(str(prompt), prompt) for prompt in asked.prompts for _ in range(asked.group_size)]
     params = [
         SamplingParams(
-            temperature=1.0, max_tokens=SOLUTION_SIZE + 20, stop_token_ids=[END], detokenize=False,
-            seed=1000 * epoch + number, extra_args=request_args(name, epoch),
+            temperature=asked.temperature, max_tokens=asked.max_tokens, stop_token_ids=[asked.stop_token],
+            detokenize=False, seed=1000 * epoch + number, extra_args=request_args(name, epoch),
         )
         for number, (name, _) in enumerate(contexts)
     ]  # fmt: skip
@@ -127,7 +180,7 @@ def _record(llm: Any, store: Any, outputs: list[Any], names: list[str], epoch: i
     llm.collective_rpc("treering_refresh")
 
 
-def _record_others(llm: Any, store: Any, prompts: list[list[int]], solutions: list[list[list[int]]]) -> None:
+def _record_others(llm: Any, store: Any, prompts: Sequence[list[int]], solutions: list[list[list[int]]]) -> None:
     import numpy as np
 
     for prompt, known in zip(prompts, solutions, strict=True):
