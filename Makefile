@@ -117,7 +117,7 @@ $(RAY)/.installed: pyproject.toml constraints.txt constraints-ray.txt | $(STAMP)
 # Environments of verifiers, which run in an interpreter of their own, beside the usual one; and its traces, by its package
 # on the path of the usual one. What needs no verifiers is left to `make test`.
 ENV := .venv-env
-ENV_TESTS ?= $(addprefix tests/integrations/verifiers/test_,tasksets.py train.py)
+ENV_TESTS ?= $(addprefix tests/integrations/verifiers/test_,tasksets.py train.py) tests/benchmarks/real/test_agents.py
 env-test: $(ENV)/.installed
 	TREERING_VERIFIERS_PYTHON=$(CURDIR)/$(ENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m "$(MARKS)" \
 	  $(ENV_TESTS)

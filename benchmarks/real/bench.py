@@ -23,8 +23,10 @@ import torch
 from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import chosen
 from benchmarks.common.timing import environment as common_environment
+from benchmarks.real.agents import measure_agents, verifiers_python
 from benchmarks.real.exact import distances, profiles
 from benchmarks.real.grpo import SIZE, compared, train_both
+from benchmarks.real.sft import WEIGHTS, measure_sft, recorded_agents
 from benchmarks.real.tasks import TASKS
 from treering.cli.demo import DemoSize
 from treering.cli.display import LogConsole
@@ -36,7 +38,7 @@ TABLES = {
     "exact": ("medians", "stock_over_tree"),
 }
 HOSTED = ("trl", "vllm")
-PARTS = ("grpo", "exact", "profile", *HOSTED)
+PARTS = ("grpo", "exact", "profile", "sft", "agents", *HOSTED)
 
 
 def measure(
@@ -61,13 +63,24 @@ def measure(
         kept(folder / "exact.json", lambda: distances(model, num_seeds=num_seeds, on_progress=on_progress))
     if "profile" in parts:
         kept(folder / "profile.json", lambda: profiles(model))
+    if "sft" in parts:
+        agents = recorded_agents()
+        for weights in WEIGHTS:
+            part = partial(measure_sft, folder / "sft", model, agents, weights, on_progress=on_progress)
+            kept(folder / f"sft-{weights}.json", part)
     hosted = [part for part in HOSTED if part in parts and not (folder / f"{part}.json").exists()]
     notes = [note for part in hosted for note in run_hosted(part, folder, model, size, on_progress)]
+    if "agents" in parts and verifiers_python().is_file():
+        kept(folder / "agents.json", lambda: measure_agents(folder / "agents", model, on_progress=on_progress))
+    elif "agents" in parts:
+        notes.append(f"agents is left out, as {verifiers_python()} is missing: make .venv-env/.installed")
     held = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
     runs = [report["found"] for name, report in held.items() if name.startswith("grpo-")]
-    others = {name: report["found"] for name, report in held.items() if not name.startswith("grpo-")}
+    trained = {name[4:]: report["found"] for name, report in held.items() if name.startswith("sft-")}
+    others = {name: report["found"] for name, report in held.items() if not name.startswith(("grpo-", "sft-"))}
     return {
         **({"tasks": compared(runs), "runs": runs} if runs else {}),
+        **({"sft": trained} if trained else {}),
         **others,
         "notes": notes,
         "environment": common_environment(

@@ -2,15 +2,15 @@
 
 import json
 import random
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.real.taskset.calculator_rules import SUMS, observation, question, reward
 from treering.cli.demo import DemoSize, Sections, sums_in_words, write_real_task
 from treering.rl.environments import Environment, EnvTask
 
-NUM_HELD_OUT = 16
+NUM_HELD_OUT, MAX_TURN_TOKENS = 16, 24
 HELD_OUT_FILE = "held_out.jsonl"
 
 _THINGS = ("bird", "city", "colour", "country", "drink", "fish", "flower", "fruit", "game", "metal", "month", "planet",
@@ -56,36 +56,18 @@ def follows_form(prompt: Any, text: str, rule: str, count: int) -> float:
     return float(isinstance(found, dict) and set(found) == {"name"})
 
 
-_CALL = re.compile(r"CALC: *(\d+) *\+ *(\d+)")
-_EXAMPLE = (
-    {"role": "system", "content": "To add numbers, write CALC and the sum. You are told the result. Then answer."},
-    {"role": "user", "content": "What is 12 + 7?"},
-    {"role": "assistant", "content": "CALC: 12 + 7"},
-    {"role": "user", "content": "Result: 19"},
-    {"role": "assistant", "content": "19"},
-)
-
-
 class Calculator(Environment):
     """Sums of numbers that the model cannot add alone: it asks the calculator, and answers with what it says."""
 
-    tasks = tuple(
-        EnvTask(id=f"{a} + {b}", data=(a, b))
-        for draws in (random.Random(0),)
-        for a, b in ((draws.randint(1000, 9999), draws.randint(1000, 9999)) for _ in range(48))
-    )
+    tasks = tuple(EnvTask(id=f"{a} + {b}", data=(a, b)) for a, b in SUMS)
 
     async def run(self, task: EnvTask, policy: Any) -> float:
-        """0.2 for a call that runs, 1.0 for the right one and an answer that is its result alone."""
-        a, b = task.data
-        messages: list[Mapping[str, Any]] = [*_EXAMPLE, {"role": "user", "content": f"What is {a} + {b}?"}]
+        """Return the reward of one episode: at most two turns."""
+        messages: list[Mapping[str, Any]] = [*question(*task.data)]
         asked = await policy.chat(messages)
-        call = _CALL.fullmatch(asked.text.strip())
-        if call is None:
-            return 0.0
-        result = int(call[1]) + int(call[2])
-        answer = await policy.chat([*messages, asked.message, {"role": "user", "content": f"Result: {result}"}])
-        return 1.0 if result == a + b and answer.text.strip().rstrip(".") == str(result) else 0.2
+        seen = observation(asked.text)
+        answers = [] if seen is None else [await policy.chat([*messages, asked.message, seen])]
+        return reward(*task.data, [each.text for each in (asked, *answers)])
 
 
 TASKS = ("sums", "forms", "calculator")
@@ -98,7 +80,11 @@ def write_task(name: str, out: Path, model: Path, size: DemoSize, *, seed: int, 
     sections["sampling"]["temperature"] = temperature
     sections["eval"] = {"every": size.steps_per_epoch}
     if name == "calculator":
-        sections["task"] = {"kind": "environment", "class": "benchmarks.real.tasks:Calculator", "max_turn_tokens": 24}
+        sections["task"] = {
+            "kind": "environment",
+            "class": "benchmarks.real.tasks:Calculator",
+            "max_turn_tokens": MAX_TURN_TOKENS,
+        }
         sections["sampling"]["max_tokens"] = 192
         sections["eval"]["share"] = NUM_HELD_OUT / len(Calculator.tasks)
         return sections

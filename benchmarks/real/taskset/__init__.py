@@ -1,0 +1,1 @@
+"""The calculator as a taskset of verifiers."""
