@@ -24,8 +24,9 @@ from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import chosen
 from benchmarks.common.timing import environment as common_environment
 from benchmarks.real.agents import measure_agents, verifiers_python
-from benchmarks.real.exact import distances, profiles
+from benchmarks.real.exact import distances, half_distances, profiles
 from benchmarks.real.grpo import SIZE, compared, train_both
+from benchmarks.real.hour import hour
 from benchmarks.real.sft import WEIGHTS, measure_sft, recorded_agents
 from benchmarks.real.tasks import TASKS
 from treering.cli.demo import DemoSize
@@ -37,8 +38,9 @@ TABLES = {
     "tasks": ("task", "temperature", "num_seeds", "processor_s", "processor_ratio", "token_ratio", "held_out_reward"),
     "exact": ("medians", "stock_over_tree"),
 }
+NUM_HALF_SEEDS = 8
 HOSTED = ("trl", "vllm")
-PARTS = ("grpo", "exact", "profile", "sft", "agents", *HOSTED)
+PARTS = ("grpo", "exact", "half", "profile", "sft", "agents", "hour", *HOSTED)
 
 
 def measure(
@@ -61,6 +63,11 @@ def measure(
             kept(folder / f"grpo-{task}-{seed}.json", run)
     if "exact" in parts:
         kept(folder / "exact.json", lambda: distances(model, num_seeds=num_seeds, on_progress=on_progress))
+    if "half" in parts:
+        for dtype in (torch.bfloat16, torch.float16):
+            name = str(dtype).removeprefix("torch.")
+            run = partial(half_distances, model, dtype, num_seeds=NUM_HALF_SEEDS, on_progress=on_progress)
+            kept(folder / f"{name}.json", run)
     if "profile" in parts:
         kept(folder / "profile.json", lambda: profiles(model))
     if "sft" in parts:
@@ -68,6 +75,8 @@ def measure(
         for weights in WEIGHTS:
             part = partial(measure_sft, folder / "sft", model, agents, weights, on_progress=on_progress)
             kept(folder / f"sft-{weights}.json", part)
+    if "hour" in parts:
+        kept(folder / "hour.json", lambda: hour(folder / "hour", model, size=size, on_progress=on_progress))
     hosted = [part for part in HOSTED if part in parts and not (folder / f"{part}.json").exists()]
     notes = [note for part in hosted for note in run_hosted(part, folder, model, size, on_progress)]
     if "agents" in parts and verifiers_python().is_file():

@@ -23,6 +23,9 @@ from treering.tree.forest import Forest
 from treering.types import TokenIds
 
 GROUP_SIZE = 4
+PAIR = 2
+"""Size of a group in 16 bits, whose products take a minute on a processor without them."""
+LOSS_SCALE = 1024.0
 
 
 def distances(folder: Path, *, num_seeds: int, on_progress: OnProgress) -> dict[str, Any]:
@@ -45,10 +48,31 @@ def distances(folder: Path, *, num_seeds: int, on_progress: OnProgress) -> dict[
     return {"medians": medians, "stock_over_tree": medians["stock"] / medians["tree"], "seeds": rows}
 
 
-def sample_group(model: PreTrainedModel, folder: Path, seed: int) -> tuple[int, list[TokenIds]]:
+def half_distances(folder: Path, dtype: torch.dtype, *, num_seeds: int, on_progress: OnProgress) -> dict[str, Any]:
+    """Return how far gradients of 16-bit weights are from float64, for trees and flat sequences: medians over seeds.
+
+    The float64 gradient is of the same rounded weights. float16 has its loss scaled, as every training in it has.
+    """
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    rows = []
+    for seed in range(num_seeds):
+        on_progress(f"{dtype}: seed {seed + 1} of {num_seeds}")
+        scale = LOSS_SCALE if dtype == torch.float16 else 1.0
+        ways = Ways(model.float(), *sample_group(model, folder, seed, PAIR), seed, scale=scale)
+        # Rounds the weights.
+        model.to(dtype).double()
+        truth = ways.tree()
+        model.to(dtype)
+        found = {"tree": ways.tree, "stock": ways.stock}
+        rows.append({"seed": seed, **{name: relative_error(way(), truth) for name, way in found.items()}})
+    medians = {name: median(row[name] for row in rows) for name in rows[0] if name != "seed"}
+    return {"medians": medians, "tree_over_stock": medians["tree"] / medians["stock"], "seeds": rows}
+
+
+def sample_group(model: PreTrainedModel, folder: Path, seed: int, size: int = GROUP_SIZE) -> tuple[int, list[TokenIds]]:
     """Tokens of a prompt, and whole sequences of its group, sampled at temperature 1."""
-    engine = TorchEngine(model, max_batch=GROUP_SIZE, max_tokens=2048, seed=seed)
-    requests = requests_of(folder, num_prompts=1, size=GROUP_SIZE, seed=seed)
+    engine = TorchEngine(model, max_batch=size, max_tokens=2048, seed=seed)
+    requests = requests_of(folder, num_prompts=1, size=size, seed=seed)
     prompt = requests[0].prompt
     return prompt.size, [np.concatenate([prompt, rollout.tokens]) for rollout in engine.generate(requests)]
 
@@ -69,10 +93,12 @@ def requests_of(folder: Path, *, num_prompts: int, size: int, seed: int) -> list
 class Ways:
     """Gradients of one group: the negated mean over its sequences of advantage times mean log-probability."""
 
-    def __init__(self, model: PreTrainedModel, num_prompt: int, sequences: Sequence[TokenIds], seed: int) -> None:
-        """Draws advantages whose sum is 0."""
+    def __init__(
+        self, model: PreTrainedModel, num_prompt: int, sequences: Sequence[TokenIds], seed: int, *, scale: float = 1.0
+    ) -> None:
+        """Draw advantages whose sum is 0, and multiply them by `scale`."""
         self._model, self._start, self._sequences = model, num_prompt, sequences
-        draws = np.random.default_rng(seed).standard_normal(len(sequences))
+        draws = scale * np.random.default_rng(seed).standard_normal(len(sequences))
         self._advantages = (draws - draws.mean()).tolist()
 
     def tree(self) -> torch.Tensor:

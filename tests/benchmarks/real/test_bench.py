@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from benchmarks.real.bench import kept
 from benchmarks.real.grpo import SOURCES, PhaseClock, compared, cut_rows
+from benchmarks.real.hour import growth, redone
 from benchmarks.real.tasks import Calculator, follows_form, forms
 
 
@@ -119,3 +120,22 @@ def test_a_task_has_the_means_of_its_seeds_and_ratios_of_the_means() -> None:
     assert (row["num_seeds"], row["token_ratio"]) == (2, 3.0)
     assert row["reward_by_epoch"] == {"plain": [0.0, 0.5], "treering": [0.0, 0.5]}
     assert row["processor_ratio"] == {"sampling": 1.0, "training": 3.0, "whole": pytest.approx(7 / 3)}
+
+
+def test_steps_done_again_are_compared_in_all_but_times_and_memory() -> None:
+    before = [{"step": step, "train/loss": float(step), "time/step_s": 1.0} for step in (1, 2, 3)]
+    after = [
+        {"step": step, "train/loss": float(step), "time/step_s": 2.0, "memory/peak_bytes": 3} for step in (2, 3, 4)
+    ]
+    assert redone(before, after, first_step=2) == {"num_steps": 2, "differing": []}
+    after[1]["train/loss"] = 3.0000001
+    assert redone(before, after, first_step=2)["differing"] == ["train/loss"]
+    assert redone(before, after, first_step=4) == {"num_steps": 0, "differing": []}
+
+
+def test_memory_that_grows_after_the_start_has_a_slope() -> None:
+    # 900 MB within the first third, then 2 MB a minute: 120 MB an hour.
+    memory = [(60.0 * minute, 900.0 + 2 * minute if minute >= 10 else 90.0 * minute) for minute in range(30)]
+    found = growth(memory)
+    assert found["highest"] == 958.0
+    assert found["growth_per_hour"] == pytest.approx(120.0)
