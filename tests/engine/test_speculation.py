@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,10 +29,12 @@ class Watching(Drafter):
     def __init__(self, store: HistoryStore) -> None:
         super().__init__(store)
         self.seen: list[tuple[DraftRows, list[int]]] = []
+        self.were_last: list[bool] = []
 
-    def propose(self, rows: DraftRows) -> Drafts:
+    def propose(self, rows: DraftRows, *, is_last: bool = False) -> Drafts:
         self.seen.append((rows, rows.num_tokens.tolist()))
-        return super().propose(rows)
+        self.were_last.append(is_last)
+        return super().propose(rows, is_last=is_last)
 
 
 def test_a_drafter_that_backs_off_is_not_called_and_changes_no_rollout(model: PreTrainedModel) -> None:
@@ -48,6 +51,26 @@ def test_a_drafter_that_backs_off_is_not_called_and_changes_no_rollout(model: Pr
     assert_same(run(engine, group_requests(2, 3, max_tokens=24)), plain)
     assert engine.stats.num_accepted > 0
     assert 1 < len(drafter.seen) < engine.stats.num_forwards
+
+
+def test_rows_are_the_last_once_no_request_of_generate_waits_and_none_is_rehearsed(model: PreTrainedModel) -> None:
+    drafter = Watching(HistoryStore())
+    engine = TorchEngine(model, drafter, max_batch=4, costs="none")
+    first, later = group_requests(3, 2, max_tokens=12), group_requests(1, 1, draw=1, max_tokens=40)
+    num_waiting = []
+    for _ in engine.generate(first):
+        num_waiting.append(len(engine._waiting))
+    assert num_waiting[-1] == 0
+    assert drafter.were_last == sorted(drafter.were_last)
+    assert set(drafter.were_last) == {False, True}
+    drafter.were_last.clear()
+    # More may be submitted at any time.
+    engine.submit([replace(request, draw=2) for request in first])
+    while engine.num_unfinished:
+        engine.step()
+    engine.rehearse(later)
+    next(engine.generate([replace(request, draw=3) for request in first[:2]]))
+    assert not any(drafter.were_last)
 
 
 class Timed(Decoder):

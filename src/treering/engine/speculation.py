@@ -372,11 +372,18 @@ class Speculation:
             )
 
     def propose(
-        self, table: Table, leaders: Int64Array, *, has_prefill: bool = False, without: BoolArray | None = None
+        self,
+        table: Table,
+        leaders: Int64Array,
+        *,
+        has_prefill: bool = False,
+        without: BoolArray | None = None,
+        is_last: bool = False,
     ) -> DraftTrees:
         """Return drafts for all decoding rows, except duplicates and rows in `without`, bool [B].
 
-        With `ObservedCosts`, steps with prefill make no drafts, because their times say nothing about drafts.
+        With `ObservedCosts`, steps with prefill make no drafts, because their times say nothing about drafts. `is_last`
+        is for `Drafter.propose`.
         """
         self._latest, self._has_looked = None, False
         if self._drafter is None or not self._may_draft(self._drafter, table.num_rows, has_prefill):
@@ -392,7 +399,7 @@ class Speculation:
         fill_max_drafts(c.is_ready, c.num_tokens, c.num_computed, c.limit, rows.leaders, rows.max_drafts)
         if without is not None:
             rows.max_drafts[without] = 0
-        drafts = self._drafter.propose(rows)
+        drafts = self._drafter.propose(rows, is_last=is_last)
         proposed = clip_drafts(drafts, rows.max_drafts, self._vocab_size, c.stop_tokens[: table.num_rows])
         if drafts.tokens.size > 0:
             self._latest = drafts, proposed

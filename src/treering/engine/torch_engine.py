@@ -5,7 +5,7 @@ A step admits waiting requests, drafts, runs a forward pass, samples, and return
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -134,6 +134,7 @@ class TorchEngine(Engine):
         )
         self._table = Table(max_rows=max_batch, allocator=made.allocator, seed=seed, move=self._decoder.move)
         self._rehearsals = Rehearsals(self._table, vocab_size=self._parts.vocab_size)
+        self._is_generating = False
         self._waiting: deque[Request] = deque()
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
@@ -223,6 +224,14 @@ class TorchEngine(Engine):
         # Taken after the pass: if it fails, a later step returns them.
         finished, self._undelivered = self._undelivered, []
         return finished + ended
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
+        """Submit requests and yield each rollout when it finishes; drafts are planned for the last one to end soon."""
+        self._is_generating = True
+        try:
+            yield from super().generate(requests)
+        finally:
+            self._is_generating = False
 
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """Return the partial rollouts of these keys without stopping them."""
@@ -340,6 +349,7 @@ class TorchEngine(Engine):
             leaders,
             has_prefill=not is_steady or table.has_missing(),
             without=None if is_alone else is_early | has_chain,
+            is_last=self._is_generating and not self._waiting and is_alone,
         )
         proposed = with_chains(drafts, chains) if chains else drafts
         num_verified = sum(chain.size for chain in chains.values())

@@ -389,6 +389,7 @@ class DraftController:
         costs: costs of passes and drafting; None if unknown.
         curve: tokens int64 [J] of a pass over the present rows, and seconds float64 [J] of its step; J is 0 if costs
             are unknown.
+        fixed: share of a pass over the present rows that does not depend on their number; 0 if costs are unknown.
 
     Example: with a minimum acceptance of 0.018 and no costs, `leasts` is (0.018, 0.0036), and every step drafts. With
     costs it is (0.05, 0.0) at first, and (0.02, 0.0) once steps have dropped nothing, if further tokens are cheap. For
@@ -414,12 +415,15 @@ class DraftController:
         """Set the numbers of leading rows, and of rows that share the draft of a leader, from now on."""
         self._num_rows, self._num_duplicates = num_rows, num_duplicates
         self.curve: tuple[Int64Array, Float64Array] = _NO_CURVE
-        self._floor = 0.0
+        self._floor = self.fixed = 0.0
         if self.costs is None or num_rows == 0:
             return
         if num_rows not in self._by_rows:
             self._by_rows[num_rows] = step_costs(self.costs, num_rows)
         sizes, seconds, per_token = self._by_rows[num_rows]
+        alone, whole = self._seconds_of(1), self._seconds_of(num_rows)
+        # Passes up to B rows are taken as a straight line.
+        self.fixed = max(0.0, (num_rows * alone - whole) / ((num_rows - 1) * whole)) if num_rows > 1 else 0.0
         prices = self.costs.prices
         seconds = seconds + prices.of_looking(num_rows, self._grown)
         self.curve = sizes, seconds

@@ -42,7 +42,7 @@ class ScriptedDrafter(Drafter):
         self._script = script
         self.seen: list[Mapping[str, Any]] = []
 
-    def propose(self, rows: DraftRows) -> Drafts:
+    def propose(self, rows: DraftRows, *, is_last: bool = False) -> Drafts:
         drafts = make_drafts([self._tree_of(rows, row) for row in range(len(rows.prompt_ids))])
         self.seen.append({"rows": rows, "drafts": drafts})
         return drafts

@@ -283,7 +283,7 @@ def marked(
 ) -> tuple[list[list[int]], list[int]]:
     """Return the outcome of each row's tokens and of its draft; 9 where nothing is written."""
     offsets, num = np.cumsum([0, *map(len, drafts)]), len(drafts)
-    was_accepted, states = np.full(offsets[-1], 9, np.int8), RowStates(*np.full((3, num), 9, np.int64))
+    was_accepted, states = np.full(offsets[-1], 9, np.int8), RowStates(*np.full((4, num), 9, np.int64))
     parents = np.array([parent for row in drafts for parent in row], np.int32)
     mark(
         offsets, parents, np.array(accepted, np.int64), np.array(leaves, np.int64), False, np.array(was_cut, np.bool_),

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.arrays import Float64Array, Int64Array
+from treering.arrays import Int64Array
 from treering.errors import ConfigError, InputError, StateError
 from treering.history.budget import DraftController, VerifyCosts
 from treering.history.draft.acceptance import (
@@ -26,6 +26,7 @@ from treering.history.draft.acceptance import (
 )
 from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, Output, propose
 from treering.history.draft.tree import MAX_NODES, Model
+from treering.history.draft.worth import Value
 from treering.history.draft_types import DraftRows, Drafts, contradiction, no_drafts
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source, sources_of
 from treering.history.match.sources import Rows, SearchState, SourceGate
@@ -74,20 +75,16 @@ def _check_integer(name: str, value: object, least: int, most: int) -> None:
         )
 
 
-def read_leaders(rows: DraftRows) -> tuple[Int64Array, Float64Array, int]:
-    """Return the leader of each row, and its worth: how many rows are verified with its draft.
+def read_leaders(rows: DraftRows) -> tuple[Int64Array, int]:
+    """Return the leader of each row, int64 [B], read in place, and how many rows are their own leaders.
 
-    Returns:
-        int64 [B], read in place; float64 [B], 0 for duplicate rows; and how many rows are their own leaders.
-
-    Example: with leaders [0, 0, 2] the worth is [2, 0, 1] and two rows are their own leaders.
+    Example: with leaders [0, 0, 2] two rows are their own leaders.
     """
     num_rows = len(rows.prompt_ids)
     if rows.leaders is None:
-        return np.arange(num_rows), np.ones(num_rows), num_rows
+        return np.arange(num_rows), num_rows
     # The compiled draft call reports a leader out of range.
-    worth = np.bincount(rows.leaders % max(num_rows, 1), minlength=num_rows).astype(np.float64)
-    return rows.leaders, worth, int(np.count_nonzero(worth))
+    return rows.leaders, int(np.count_nonzero(np.bincount(rows.leaders % max(num_rows, 1))))
 
 
 def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:
@@ -179,7 +176,7 @@ class Drafter:
             max_other_tokens=max_other_tokens if "others" in sources else 0,
         )
         self._newest = store.snapshot
-        self._leaders, self._worth, self._num_searched = np.zeros(0, np.int64), np.ones(0), 0
+        self._leaders, self._weights, self._num_searched = np.zeros(0, np.int64), np.ones(0), 0
         self._shares, self._features = np.zeros((0, NUM_VOTES), np.float32), np.zeros((0, NUM_KINDS), np.int32)
         self._scratch = np.empty(NUM_SCRATCH_BYTES, np.uint8)
         self._latest: tuple[DraftRows, Drafts] | None = None
@@ -212,8 +209,13 @@ class Drafter:
             self._controller.note_news()
         return not self._controller.is_due()
 
-    def propose(self, rows: DraftRows) -> Drafts:
+    def propose(self, rows: DraftRows, *, is_last: bool = False) -> Drafts:
         """Draft for each row at most `max_draft` and `rows.max_drafts[b]` tokens; a draft may be empty.
+
+        Args:
+            rows: rows of the step.
+            is_last: whether no request takes the place of a row that ends. If costs are known, tokens then are worth
+                less to rows that others outlast.
 
         Raises:
             InputError: `rows` is not a `DraftRows`, or counts of a row contradict each other.
@@ -232,10 +234,11 @@ class Drafter:
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
         acceptance, paths = np.empty(size, np.float32), np.empty(size)
         searched, learnt = self._search_state, self._acceptance
+        self._weights = np.ones(num_rows)
         bad_row, cutoff, num_grown = propose(
             Rows(
                 rows.tokens, rows.num_tokens, rows.num_prompt_tokens, searched.live.row_scopes, rows.max_drafts,
-                self._worth, self._leaders, searched.prompt_slots, searched.own_spans,
+                self._leaders, searched.prompt_slots, searched.own_spans,
             ),
             searched.history,
             searched.live.running,
@@ -243,9 +246,13 @@ class Drafter:
             searched.live.states,
             self._sources.due(),
             Model(learnt.weights, self.shape == "chain"),
-            Budget(self._max_draft, *self._controller.leasts, *self._controller.curve),
+            Budget(
+                self._max_draft, *self._controller.leasts, *self._controller.curve,
+                self._controller.fixed if is_last else 0.0,
+            ),
             learnt.num_undrafted,
             Output(offsets, tokens, parents, acceptance, paths, self._shares, self._features, np.zeros(num_rows, bool)),
+            Value(np.empty(num_rows), self._weights, np.empty(num_rows)),
             self._scratch,
         )  # fmt: skip
         if bad_row >= 0:
@@ -302,7 +309,7 @@ class Drafter:
         )  # fmt: skip
         self._sources.note(drafts.offsets, features, was_accepted, self._controller.token_s(self._num_searched))
         # Accepted tokens per leader, including its duplicates.
-        num_gained = float(counts.sum()) * self._num_searched / counts.size
+        num_gained = float(counts @ self._weights) * self._num_searched / counts.size
         self._controller.note_accepted(self._num_searched, num_drafted, num_gained)
 
     def warm_up(self) -> None:
@@ -369,7 +376,7 @@ class Drafter:
         searched.take(rows, self._store.snapshot)
         if not is_same or rows.leaders is not None:
             num_before = self._num_searched
-            self._leaders, self._worth, self._num_searched = read_leaders(rows)
+            self._leaders, self._num_searched = read_leaders(rows)
             if not is_same or self._num_searched != num_before:
                 self._controller.use_rows(self._num_searched, num_rows - self._num_searched)
         size = num_rows * self._max_draft

@@ -13,6 +13,7 @@ from treering.arrays import BoolArray, Float32Array, Float64Array, Int32Array, I
 from treering.compiling.lean import lean
 from treering.history.budget import NUM_BINS, bin_of, choose_bins
 from treering.history.draft.tree import MAX_NODES, WORKSPACE, Model, Row, Texts, Workspace, grow, weigh
+from treering.history.draft.worth import Value, note_gains, shape_of_lengths, weigh_rows
 from treering.history.features import NO_DRAFT, NUM_KINDS, NUM_VOTES
 from treering.history.jit import Memory, copy_entries, stamped
 from treering.history.match.matches import MATCH, MAX_MATCHES, Matches
@@ -148,6 +149,7 @@ class Budget(NamedTuple):
     rise: float
     cost_sizes: Int64Array
     cost_seconds: Float64Array
+    fixed: float  # see `worth.weigh_rows`
 
 
 class Found(NamedTuple):
@@ -257,9 +259,12 @@ def propose(
     budget: Budget,
     num_undrafted: Int64Array,
     output: Output,
+    value: Value,
     scratch: UInt8Array,
 ) -> tuple[int, float, int]:
-    """Write the drafts of all rows to `output`; the `NUM_SCRATCH_BYTES` of `scratch` may hold anything.
+    """Write the drafts of all rows to `output`, and what they are worth to `value`.
+
+    The `NUM_SCRATCH_BYTES` of `scratch` may hold anything.
 
     Returns:
         The first row whose counts contradict each other, or -1; what `cut` returns; the number of tokens before the
@@ -272,6 +277,9 @@ def propose(
     num_out = _draft_all(rows, history, running, others, states, enabled, model, budget, num_undrafted, output, scratch)
     cutoff = 0.0
     if budget.cost_sizes.size > 0 and num_out > 0:
-        cutoff = cut(rows.worth, output, budget.cost_sizes, budget.cost_seconds, _bins(scratch, _BINS_AT))
+        note_gains(rows, running, states, output.offsets, output.paths, output.is_probe, value.gains)
+        shape = shape_of_lengths(rows.prompts, history) if budget.fixed > 0 else 1.0
+        weigh_rows(value, rows.leaders, shape, budget.fixed)
+        cutoff = cut(value.worth, output, budget.cost_sizes, budget.cost_seconds, _bins(scratch, _BINS_AT))
     _note_undrafted(rows, running, states, num_undrafted, output)
     return -1, cutoff, num_out

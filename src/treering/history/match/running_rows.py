@@ -26,6 +26,7 @@ class RowStates(NamedTuple):
     state: Int64Array  # see `features.NUM_STATES`
     num_tokens: Int64Array  # of the context in that step
     num_expected: Int64Array  # of the context now if only sampled tokens were added; -1 for a new row
+    gain: Int64Array  # average gain of its drafts, see `worth.note_gains`; -1 for a new row
 
 
 @lean
@@ -39,7 +40,7 @@ def update_state(states: RowStates, slot: int, num_tokens: int) -> None:
 @lean
 def copy_state(states: RowStates, slot: int, source: int) -> None:
     """Copy the state of another slot, whose row has the same tokens."""
-    states.state[slot] = states.state[source]
+    states.state[slot], states.gain[slot] = states.state[source], states.gain[source]
     states.num_tokens[slot], states.num_expected[slot] = states.num_tokens[source], states.num_expected[source]
 
 
@@ -49,7 +50,7 @@ _Prompt = tuple[int, int]
 _NO_LIMIT = 1 << 40
 _NOWHERE = 1 << 40
 """Begin of a slot without room: after every entry."""
-_NEW_SLOT = np.array([0, 0, 0, _NOWHERE, 0, NOT_TRIED, -1, -1])[:, None]
+_NEW_SLOT = np.array([0, 0, 0, _NOWHERE, 0, NOT_TRIED, -1, -1, -1])[:, None]
 """Columns of a new slot: tokens written, first of them, scope, begin and size of its room, and the state of its row."""
 
 RowChange = Literal["none", "some", "all"]
@@ -173,7 +174,7 @@ class RunningRows:
         slot = free.popleft()
         if slot < self._num_noted.size:
             self._num_noted[slot] = self._first[slot] = 0
-            self.states.num_expected[slot] = -1
+            self.states.num_expected[slot] = self.states.gain[slot] = -1
         return slot
 
     def _scope(self, group: int) -> int:

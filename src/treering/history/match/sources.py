@@ -127,7 +127,6 @@ class Rows(NamedTuple):
     num_prompt: Int64Array  # [B]
     groups: Int64Array  # [B]
     max_drafts: Int64Array  # [B]
-    worth: Float64Array  # [B]
     leaders: Int64Array  # [B]
     prompts: Int64Array  # [B], slots of the arena
     own_spans: Int64Array  # [B, 2], where the row's own prompt begins and ends in the text of all prompts
