@@ -3,9 +3,10 @@
 `python -m benchmarks faults` kills runs of `treering train`, damages their folders between two starts, fills and locks
 their disks, starts two in one folder, kills the processes of an environment, and gives them bad inputs: a model folder
 that brings code, a record of a cut turn, a dataset with a missing part, files that are huge or change while they are
-read. Each case ends with the weights of an undisturbed run or the figures of the whole file, with these and a warning
-that counts what was lost or left out, or with one clear line and an exit code that is not 0. All else is a failure,
-listed with the seed that repeats it. Every process is real; runs are forked from one that has imported everything.
+read. It kills servers, and those of Tinker's protocol while they train, with their clients. Each case ends with the
+weights of an undisturbed run or the figures of the whole file, with these and a warning that counts what was lost or
+left out, or with one clear line and an exit code that is not 0. All else is a failure, listed with the seed that
+repeats it. Every process is real; runs are forked from one that has imported everything.
 """
 
 import shutil
@@ -28,6 +29,7 @@ from benchmarks.faults.processes import REWARDED, SIGNALLED
 from benchmarks.faults.runs import Server
 from benchmarks.faults.serving import SERVERS
 from benchmarks.faults.task import Task, arguments, make_task
+from benchmarks.faults.tinker import HAS_TINKER, TINKER
 from treering.errors import InputError
 
 NOTE = "about six minutes; `--cases 100` takes about two"
@@ -40,12 +42,12 @@ NUM_CASES = 300
 _SHARES: Sequence[tuple[Sequence[Kind], float]] = (
     *((KILLS, 0.12), (SIGNALLED, 0.08), (REWARDED, 0.03)),
     *((EPISODES, 0.03), (LIMITS, 0.05), (DISKS, 0.08), (OTHERS, 0.02), (INPUTS, 0.03)),
-    *((DATASETS, 0.02), (SET_DISKS, 0.01), (SERVERS, 0.01)),
+    *((DATASETS, 0.02), (SET_DISKS, 0.01), (SERVERS, 0.01), (TINKER, 0.03)),
 )
 """Share of the cases that each list has; the rest are damaged files."""
 _ROWS = (
     *(KILLS, SIGNALLED, REWARDED, EPISODES, DAMAGED, LIMITS, DISKS, OTHERS, INPUTS, DATASETS),
-    *(SET_DISKS, SERVERS),
+    *(SET_DISKS, SERVERS, TINKER),
 )
 """The order of the report."""
 
@@ -64,7 +66,8 @@ def measure(
         num_cases: how many; below about 200 not every damage of every file is among them.
         seed: of the first case; the others have the following ones.
         full: whether data sets have a million rows and lines of 100 MB, a fiftieth of which they have otherwise.
-        only: a kind as the notes name it, which every case then is of; with its seed it repeats a failure.
+        only: a kind as the notes name it, or a row of the table, which every case then is of; with its seed a kind
+            repeats a failure.
         on_progress: called with a line and the share that is done.
 
     Raises:
@@ -91,11 +94,12 @@ def measure(
 def chosen(num_cases: int, seed: int, *, only: str | None = None, has_disks: bool = True) -> list[Kind]:
     """The kind of each case, in a random order; every kind of damage once before one comes twice."""
     if only is not None:
-        return [_named(only)] * num_cases
+        kinds = _named(only)
+        return [kinds[i % len(kinds)] for i in range(num_cases)]
     found: list[Kind] = []
     random = Random(seed)
     for kinds, share in _SHARES:
-        if has_disks or kinds not in (DISKS, SET_DISKS):
+        if (has_disks or kinds not in (DISKS, SET_DISKS)) and (HAS_TINKER or kinds is not TINKER):
             number, mixed = max(1, round(share * num_cases)), random.sample(kinds, len(kinds))
             found += [mixed[i % len(mixed)] for i in range(number)]
     while len(found) < num_cases:
@@ -105,11 +109,12 @@ def chosen(num_cases: int, seed: int, *, only: str | None = None, has_disks: boo
     return found
 
 
-def _named(name: str) -> Kind:
-    kinds = {str(kind): kind for each in (*(kinds for kinds, _ in _SHARES), DAMAGED) for kind in each}
-    if name not in kinds:
-        raise InputError(f"--only names a kind of fault, got {name!r}; there are {'; '.join(kinds)}")
-    return kinds[name]
+def _named(name: str) -> list[Kind]:
+    kinds = [kind for each in (*(kinds for kinds, _ in _SHARES), DAMAGED) for kind in each]
+    found = [kind for kind in kinds if name in (kind.name, str(kind))]
+    if not found:
+        raise InputError(f"--only names a kind of fault, got {name!r}; there are {'; '.join(map(str, kinds))}")
+    return found
 
 
 def _happen(kind: Kind, server: Server, task: Task, folder: Path, seed: int, run_s: float, *, is_full: bool) -> Verdict:
@@ -157,6 +162,8 @@ def _report(
     ]
     if not has_disks:
         notes.append("full and read-only disks are left out, because this process may not mount any")
+    if not HAS_TINKER:
+        notes.append("Tinker servers are left out, because treering[tinker] is not installed")
     return {
         "num_cases": num_cases,
         "seed": seed,

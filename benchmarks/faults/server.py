@@ -21,6 +21,11 @@ import torch
 from benchmarks.faults.runs import is_left
 from treering.cli.main import main as treering
 
+with suppress(ImportError):
+    # So that a forked server that trains is there at once.
+    import peft  # noqa: F401
+    from tinker.proto import tinker_public_pb2  # noqa: F401
+
 _POLL_S = 0.005
 
 

@@ -22,7 +22,7 @@ _POLL_S = 0.05
 
 def _killed(case: Case, number: signal.Signals) -> Verdict:
     """Clients ask while the server is ended, and again of a new one, which gives the same answers."""
-    server, url = _start(case)
+    server, url = start(case)
     try:
         with ThreadPoolExecutor(_NUM_CLIENTS) as clients:
             asked = [clients.submit(_ask, url, question) for question in range(_NUM_QUESTIONS)]
@@ -34,7 +34,7 @@ def _killed(case: Case, number: signal.Signals) -> Verdict:
         ended = server.end()
     if (trouble := trouble_of(case.run, ended)) is not None:
         return failure(trouble)
-    again, url = _start(case)
+    again, url = start(case)
     try:
         after = [_ask(url, question) for question in range(_NUM_QUESTIONS)]
     finally:
@@ -47,12 +47,12 @@ def _killed(case: Case, number: signal.Signals) -> Verdict:
     return Verdict(ending="same weights", is_bitwise=True, words=f"{num_answered} answered before the end")
 
 
-def _start(case: Case) -> tuple[Run, str]:
+def start(case: Case, *options: str) -> tuple[Run, str]:
     """A server of the undisturbed run, once it answers, and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    run = case.server.start(["serve", str(case.task.whole), "--port", str(port), "--max-tokens", "64"])
+    run = case.server.start(["serve", str(case.task.whole), "--port", str(port), "--max-tokens", "64", *options])
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
     while Path(f"/proc/{run.pid}").exists() and time.monotonic() < deadline:
         try:

@@ -157,7 +157,7 @@ def test_temperature_zero_takes_the_likeliest_token_and_returns_its_probability(
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         ({"max_tokens": 1000}, "positions"),
         ({"logprobs": 21}, "0 to 20 likeliest tokens are returned, got logprobs=21"),
-        ({"n": 0}, r"n must lie in \[1, 1024\]"),
+        ({"n": 0}, r"n, num_samples\) must lie in \[1, 1024\]"),
         ({"stop_token_ids": ["a"]}, "stop_tokens"),
     ],
 )

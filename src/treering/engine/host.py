@@ -83,6 +83,11 @@ class EngineHost(Closing):
         self._thread.start()
 
     @property
+    def engine(self) -> Engine:
+        """The engine, to be used only in the thread (`run`)."""
+        return self._engine
+
+    @property
     def is_waiting(self) -> bool:
         """Whether the thread blocks because no call is open."""
         return self._is_waiting.is_set()

@@ -283,6 +283,8 @@ class TorchEngine(Engine):
             raise ConfigError(
                 f"drafter must be a treering.Drafter, or None to draft nothing, got {drafter!r:.80}; pass one of these"
             )
+        self.has_drafter = drafter is not None
+        """Whether the engine drafts."""
         self._speculation = Speculation(drafter, vocab_size=self._parts.vocab_size, costs=self._settings.costs)
 
     def keep_rollouts(self) -> None:

@@ -9,7 +9,7 @@ earlier rollouts are drafted under its next weights. Prompts that wait to be sco
 import asyncio
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -95,19 +95,20 @@ class _WaitingPrompt:
 class ModelSampler:
     """Engine of one model in its own thread, with the history of its rollouts."""
 
-    def __init__(self, model: PreTrainedModel, options: EngineOptions) -> None:
-        """Start the engine; no other engine may read `model`."""
+    def __init__(self, model: PreTrainedModel, options: EngineOptions, host: EngineHost | None = None) -> None:
+        """Start the engine, or use that of `host`, which stays open; no other engine may read `model`."""
         self._model = model
         self._drafting = Drafting()
-        self._engine = TorchEngine(
-            model,
-            self._drafting.drafter if options.drafts else None,
-            max_batch=options.max_batch,
-            max_tokens=options.max_tokens,
-            decode=options.decode,
+        self._owns_host = host is None
+        self.host = host or EngineHost(
+            TorchEngine(model, max_batch=options.max_batch, max_tokens=options.max_tokens, decode=options.decode)
         )
-        self._engine.keep_rollouts()
-        self.host = EngineHost(self._engine)
+        engine = self.host.engine
+        assert isinstance(engine, TorchEngine)
+        self._engine = engine
+        self.host.run(engine.keep_rollouts)
+        if options.drafts and not engine.has_drafter:
+            self.host.run(lambda: engine.use_drafter(self._drafting.drafter))
         self._counts: Counter[str] = Counter()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._lock = threading.Lock()
@@ -280,7 +281,8 @@ class ModelSampler:
 
     def close(self) -> None:
         """End the thread; open calls fail."""
-        self.host.close()
+        if self._owns_host:
+            self.host.close()
         self._drafting.close()
 
 
@@ -295,9 +297,9 @@ def _targets(prompt: TokenIds, more: Int64Array | None) -> Int64Array:
 class SamplerPool:
     """Engines of the most recently used models."""
 
-    def __init__(self, base: SharedBase, options: EngineOptions) -> None:
-        """Set up an empty pool; the engine of `base` is made at its first call."""
-        self._base, self._options = base, options
+    def __init__(self, base: SharedBase, options: EngineOptions, host: EngineHost) -> None:
+        """Set up an empty pool; `host` has the engine of `base`, and other engines are made at their first calls."""
+        self._base, self._options, self._host = base, options, host
         self._samplers: OrderedDict[str, ModelSampler] = OrderedDict()
         self._lock = asyncio.Lock()
         self._is_idle = asyncio.Condition()
@@ -327,8 +329,8 @@ class SamplerPool:
     async def _find(self, weights: SamplerWeights) -> ModelSampler:
         found = self._samplers.get(weights.owner)
         if found is None:
-            while len(self._samplers) >= self._options.num_engines:
-                idle = next((owner for owner, each in self._samplers.items() if each.num_open == 0), None)
+            while weights.owner and len(self._samplers.keys() - {""}) >= self._options.num_engines:
+                idle = next((owner for owner, each in self._samplers.items() if owner and each.num_open == 0), None)
                 if idle is not None:
                     await self.drop(idle)
                     continue
@@ -340,10 +342,17 @@ class SamplerPool:
         return found
 
     def _make(self, weights: SamplerWeights) -> ModelSampler:
-        model = self._base.model
-        if weights.options is not None:
-            model = self._base.copy(replace(weights.options, seed=0)).requires_grad_(False)
+        if weights.options is None:
+            return ModelSampler(self._base.model, self._options, self._host)
+        model = self._base.copy(replace(weights.options, seed=0)).requires_grad_(False)
         return ModelSampler(model, self._options)
+
+    async def keep(self, owners: Collection[str]) -> None:
+        """End the idle engines of all other models but the base model."""
+        for owner in [
+            owner for owner, each in self._samplers.items() if owner not in ("", *owners) and each.num_open == 0
+        ]:
+            await self.drop(owner)
 
     async def drop(self, owner: str) -> None:
         """End the engine of a model."""

@@ -203,7 +203,9 @@ def take_sampling(
     )
     num_samples = fields.take("n", int, 1)
     if not 1 <= num_samples <= 1024:
-        raise InputError(f"n must lie in [1, 1024], got {num_samples}; send several calls for more")
+        raise InputError(
+            f"the number of samples (n, num_samples) must lie in [1, 1024], got {num_samples}; send more calls"
+        )
     asked = Asked(
         sampling=sampling,
         num_samples=num_samples,

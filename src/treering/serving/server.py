@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from treering.closing import Closing
+from treering.data.trajectory import valid_text
 from treering.engine.host import EngineHost, Watch
 from treering.engine.protocol import Request, Rollout, RolloutKey, Sampling
 from treering.engine.sampling.noise import call_id
@@ -503,7 +504,8 @@ class Server(Closing):
         """Take the model's name, which must match, and the caller's identity."""
         if (name := fields.take("model", str, self._model)) != self._model:
             raise Refusal(404, f"model must be {self._model!r}, the model of this server, got {name!r}; correct it")
-        return Caller(identity=fields.take("cache_salt", str, "") or None, session=session)
+        identity = valid_text(fields.take("cache_salt", str, ""), "cache_salt")
+        return Caller(identity=identity or None, session=session)
 
     def _take_sampling(self, fields: Fields, context: TokenIds, default_max_tokens: int | None) -> Asked:
         return take_sampling(

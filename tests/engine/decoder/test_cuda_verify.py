@@ -129,15 +129,17 @@ def test_trees_give_the_tokens_of_the_walk_on_cpu(seed: int, cut: str) -> None:
     assert (expected.num_tokens > 1).any()
 
 
-def test_rows_with_hidden_tokens_read_their_own_copies_of_the_logits() -> None:
+@pytest.mark.parametrize("has_duplicates", [False, True])
+def test_rows_with_hidden_tokens_read_their_own_copies_of_the_logits(has_duplicates: bool) -> None:
     rng = np.random.default_rng(0)
     drafts, columns = drafts_of([random_tree(rng, 5, 12) for _ in range(6)], 5), columns_of(6)
     columns.stop_tokens[:] = [1, 3]
     columns.first_end[::2] = columns.num_tokens[::2] + 2
     inputs = inputs_of([0, 1, 2, 3, 4, 5], drafts)
-    # Row 1 samples from the logits of row 0, which hides tokens.
-    leaders, first_logits = (np.array([each[0], each[0], *each[2:]]) for each in (inputs.rows, inputs.first_logits))
-    inputs = inputs._replace(leaders=leaders, first_logits=first_logits)
+    if has_duplicates:
+        # Row 1 samples from the logits of row 0, which hides tokens.
+        leaders, first_logits = (np.array([each[0], each[0], *each[2:]]) for each in (inputs.rows, inputs.first_logits))
+        inputs = inputs._replace(leaders=leaders, first_logits=first_logits)
     logits = torch.from_numpy(rng.normal(size=(inputs.batch.num_tokens, 5)).astype(np.float32))
     samplers = (verify.DeviceSampler(CPU).sample_and_verify, sample_and_verify)
     actual, expected = (sample_masked(sampler, logits, inputs, columns, drafts)[0] for sampler in samplers)

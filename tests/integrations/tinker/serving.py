@@ -33,18 +33,16 @@ def serving(
     options = TinkerOptions(
         folder=folder, num_positions=NUM_POSITIONS, engine=engine, stop_tokens=(EOS,), log=lambda _: None, **given
     )
-    routes = TinkerRoutes(model, NAME, options)
-    with (
-        EngineHost(TorchEngine(model, max_batch=2, max_tokens=128, costs="none")) as host,
-        Server(
+    with EngineHost(TorchEngine(model, max_batch=8, max_tokens=1024, costs="none")) as host:
+        routes = TinkerRoutes(model, NAME, options, host)
+        with Server(
             HostSampler(host),
             model=NAME,
             num_positions=NUM_POSITIONS,
             settings=ServerSettings(port=0, api_key=key),
             more=routes,
-        ) as server,
-    ):
-        yield server.url, routes
+        ) as server:
+            yield server.url, routes
 
 
 def client(url: str) -> tinker.ServiceClient:

@@ -5,6 +5,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -423,19 +424,34 @@ def test_a_request_that_is_sent_again_runs_once(server: tuple[str, TinkerRoutes]
 
 
 def test_a_key_is_asked_for_and_silent_clients_are_freed(tmp_path: Path) -> None:
-    with serving(tmp_path, key="tml-right", session_timeout_s=0.4) as (url, _):
+    with serving(tmp_path, key="tml-right", session_timeout_s=4.0) as (url, routes):
         body = {"sdk_version": "0.38.0"}
         assert ask(url, "create_session", body)[0] == 401
         headers = {"X-API-Key": "tml-right"}
         _, session = ask(url, "create_session", body, **headers)
         create = {"session_id": session["session_id"], "base_model": NAME, "lora_config": {"rank": 2}}
-        assert ask(url, "create_model", create, **headers)[0] == 200
-        for _ in range(100):
+        model_id = f"{session['session_id']}:train:0"
+        sampling = {"prompt": {"chunks": [{"tokens": PROMPT}]}, "sampling_params": {"max_tokens": 2}}
+        requests = [
+            ("create_model", create),
+            ("save_weights_for_sampler", {"model_id": model_id, "path": "x"}),
+            ("asample", {**sampling, "model_path": f"tinker://{model_id}/sampler_weights/x"}),
+        ]
+        for path, body in requests:
+            status, ticket = ask(url, path, body, **headers)
+            assert status == 200
+            if path != "asample":
+                ask(url, "retrieve_future", {"request_id": ticket["request_id"]}, **headers)
+        while routes.stats()["sampling"]["sampled_tokens"] == 0:
+            time.sleep(0.01)
+        held = weakref.ref(routes._held.sessions[session["session_id"]].models[model_id])
+        for _ in range(600):
             _, stats = ask(url, "treering/stats", b"", "GET", **headers)
-            if stats["models"] == 0:
+            if stats["sampling"]["engines"] == 0 and held() is None:
                 break
             time.sleep(0.05)
-        assert (stats["sessions"], stats["models"]) == (0, 0)
+        assert (stats["sessions"], stats["models"], stats["sampling"]["engines"]) == (0, 0, 0)
+        assert held() is None
         assert ask(url, "session_heartbeat", session, **headers)[0] in (400, 404)
 
 

@@ -74,7 +74,7 @@ def opened(options: ServeOptions) -> Iterator[Server]:
             chat=chat,
             stop_tokens=[stop.token_id for stop in stops],
             settings=settings,
-            more=None if not options.train else _training(model, weights, options, num_positions, stops, texts),
+            more=None if not options.train else _training(model, weights, options, num_positions, stops, texts, host),
         ) as server,
     ):
         yield server
@@ -87,6 +87,7 @@ def _training(
     num_positions: int,
     stops: Sequence[StopToken],
     texts: TextTokens | None,
+    host: EngineHost,
 ) -> TinkerRoutes:
     """Return the routes of Tinker's clients.
 
@@ -113,6 +114,7 @@ def _training(
             shares=options.sharing == "on",
             log=lambda line: PlainConsole(stderr=True, highlight=False).print(line, soft_wrap=True),
         ),
+        host,
     )
 
 

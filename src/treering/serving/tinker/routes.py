@@ -5,9 +5,11 @@ The client fetches the answer from `retrieve_future`.
 """
 
 import asyncio
+import gc
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ import numpy as np
 from torch import nn
 
 from treering.data.formats.json_fields import show
+from treering.engine.host import EngineHost
 from treering.engine.protocol import Sampling
 from treering.errors import ConfigError, InputError, TreeringError, UnsupportedError
 from treering.extras import require, satisfies
@@ -64,7 +67,8 @@ class TinkerOptions:
     """Distinct tokens that training computes at a time."""
     max_sessions: int = 64
     max_models: int = 16
-    session_timeout_s: float = 300.0
+    session_timeout_s: float = 120.0
+    """Silence after which a session ends; clients send a heartbeat every 10 s."""
     shares: bool = True
     """Whether to compute shared prefixes once, also across queued requests; False computes each datum separately."""
     log: Callable[[str], None] = print
@@ -74,8 +78,8 @@ class TinkerOptions:
 class TinkerRoutes:
     """Routes for the clients of one base model, for `treering.serving.Server`."""
 
-    def __init__(self, model: Any, name: str, options: TinkerOptions) -> None:
-        """Start the training thread.
+    def __init__(self, model: Any, name: str, options: TinkerOptions, host: EngineHost) -> None:
+        """Start the training thread; `host` has the engine of `model`, and must outlive the routes.
 
         Raises:
             MissingExtraError: the client's package or PEFT is not installed.
@@ -86,7 +90,7 @@ class TinkerRoutes:
         self._vocab_size = TreeModel.of(model).vocab_size
         self._checkpoints = Checkpoints(options.folder)
         self._thread = TrainingThread(merges=options.shares)
-        self._pool = SamplerPool(self._base, options.engine)
+        self._pool = SamplerPool(self._base, options.engine, host)
         self._held = Holdings(
             max_sessions=options.max_sessions, max_models=options.max_models, timeout_s=options.session_timeout_s
         )
@@ -212,10 +216,16 @@ class TinkerRoutes:
         """Free what clients held whose sessions have timed out."""
         while True:
             await asyncio.sleep(min(10.0, self._options.session_timeout_s / 4))
-            for session in self._held.take_silent():
-                for model_id in session.models:
-                    self._thread.drop(model_id)
-                    await self._pool.drop(model_id)
+            ended = self._held.take_silent()
+            for model_id in [model_id for session in ended for model_id in session.models]:
+                self._thread.drop(model_id)
+                await self._pool.drop(model_id)
+            if ended:
+                del ended
+                named = (weights for session in self._held.sessions.values() for weights in session.samplers.values())
+                await self._pool.keep({weights.owner for weights in named})
+                # Models refer to themselves, so that nothing else frees them soon.
+                gc.collect()
 
     async def _create_model(self, fields: Fields) -> dict[str, Any]:
         session_id, number = fields.need("session_id", str), fields.take("model_seq_id", int, 0)
@@ -487,7 +497,10 @@ class TinkerRoutes:
         top_prompt, top_sampled = (fields.take(f"topk_{name}_logprobs", int, 0) for name in ("prompt", "sample"))
         most = min(self._vocab_size - 1, (1 << 24) // prompt.size)
         if not (0 <= top_prompt <= most and 0 <= top_sampled <= most):
-            raise InputError(f"top-k log-probs may have at most {most} tokens here, got {max(top_prompt, top_sampled)}")
+            raise InputError(
+                f"topk_prompt_logprobs and topk_sample_logprobs must lie in [0, {most}] here, got {top_prompt} and "
+                f"{top_sampled}; ask for fewer"
+            )
         last_n = fields.take("prompt_logprobs_last_n", int, prompt.size)
         matrix = take_matrix(fields, "target_prompt_logprobs", prompt.size - 1, self._vocab_size)
         fields.refuse_unless("prompt_alt_tokens_k", (0,), "is not supported; ask for topk_prompt_logprobs")
@@ -544,7 +557,9 @@ class TinkerRoutes:
         promise = self._held.promise(name)
         if promise is None:
             raise Refusal(410, f"no request {name!r:.80}: its session has ended, or another server has it")
-        self._held.sessions.get(name.partition(":")[0])
+        with suppress(Refusal):
+            # A client that waits is alive.
+            self._held.session(name.partition(":")[0])
         await asyncio.wait([promise.answer], timeout=POLL_S)
         if not promise.answer.done():
             raise Refusal(408, f"{name} is still being computed; ask again")
@@ -627,5 +642,5 @@ def _check_release(fields: Fields) -> None:
     release = fields.need("sdk_version", str)
     if satisfies(release, TESTED) is not True:
         raise ConfigError(
-            f"this server is tested with the client tinker{TESTED}, got {release!r:.40}; install a tested release"
+            f"sdk_version must be that of a tested client, tinker{TESTED}, got {release!r:.40}; install one"
         )

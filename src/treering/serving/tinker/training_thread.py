@@ -83,6 +83,8 @@ class TrainingThread(Closing):
     def _serve(self) -> None:
         while jobs := self._next():
             self._run(jobs)
+            # Holding it while waiting for the next would keep its model in memory.
+            del jobs
 
     def _next(self) -> list[Job]:
         """Return the next job and those that run with it; empty at the end."""
