@@ -28,7 +28,7 @@ from treering.errors import InputError
 from treering.report.run_data import read_run
 from treering.tree.forest import Forest
 
-SIZE = DemoSize(num_prompts=32, prompts_per_step=4, group_size=8, num_epochs=1, max_batch=32)
+SIZE = DemoSize(num_prompts=32, prompts_per_step=4, group_size=8, num_epochs=2, max_batch=32)
 VERIFIERS_VARIABLE = "TREERING_VERIFIERS_PYTHON"
 TASKSETS = Path(__file__).with_name("taskset")
 _THOUGHT = re.compile(r"Thought \d+: (.*?)\n(Action \d+: .*)", re.DOTALL)
@@ -52,8 +52,14 @@ def measure_agents(folder: Path, model: Path, *, size: DemoSize = SIZE, on_progr
     """Rewards and tokens of both kinds of environment from one start, and trees of recorded turns with thoughts."""
     found: dict[str, Any] = {"own": trained_agent(folder / "own", model, size=size, on_progress=on_progress)}
     with taskset_path():
-        sections = verifiers_sections(str(verifiers_python()))
-        found["verifiers"] = trained_agent(folder / "verifiers", model, sections, size=size, on_progress=on_progress)
+        # One epoch shows whether rewards agree.
+        found["verifiers"] = trained_agent(
+            folder / "verifiers",
+            model,
+            verifiers_sections(str(verifiers_python())),
+            size=replace(size, num_epochs=1),
+            on_progress=on_progress,
+        )
     on_progress("agents: rewards of both rules, thoughts")
     found["replayed"] = replayed(folder / "verifiers" / "treering", model)
     return found | {"thoughts": thoughts(recorded_thoughts(), model, folder)}
@@ -94,6 +100,7 @@ def trained_agent(
     return {
         "reward_by_step": [row[metrics.REWARD_MEAN] for row in rows if metrics.REWARD_MEAN in row],
         "held_out_reward": [row[metrics.EVAL_REWARD] for row in rows if metrics.EVAL_REWARD in row],
+        "tokens_per_forward_by_step": [row[metrics.TOKENS_PER_FORWARD] for row in rows if metrics.REWARD_MEAN in row],
         **total,
         "token_ratio": total["flat_tokens"] / max(1, total["computed_tokens"]),
     }

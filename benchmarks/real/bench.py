@@ -37,6 +37,8 @@ NOTE = "hours on two cores with all parts and seeds; --only grpo,exact --seeds 1
 TABLES = {
     "tasks": ("task", "temperature", "num_seeds", "processor_s", "processor_ratio", "token_ratio", "held_out_reward"),
     "exact": ("medians", "stock_over_tree"),
+    "sft": ("name", "token_ratio", "processor_ratio", "loss_difference", "turns.num_equal", "turns.finish_reasons"),
+    "agents": ("name", "held_out_reward", "flat_tokens", "computed_tokens", "token_ratio", "num_rollouts", "num_equal"),
 }
 NUM_HALF_SEEDS = 8
 HOSTED = ("trl", "vllm")
