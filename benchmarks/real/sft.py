@@ -34,12 +34,13 @@ WEIGHTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "lora": {"lora": {"rank": 16}, "optim": {"learning_rate": 1e-3}},
 }
 """Settings by what is trained."""
-LAYOUTS = {"plain": "packed", "treering": "tree"}
+LAYOUTS = {"treering": "tree", "plain": "packed"}
 CUT = {"system": 800, "tool": 100}
 """Characters that are kept of messages, by role: schemas of tools and their results take most of the context."""
-MAX_TASK_CHARACTERS = 60_000
+MAX_TASK_CHARACTERS = 20_000
 NUM_EPOCHS = 1
-NUM_CHATS, MAX_TURN_TOKENS = 4, 128
+NUM_CHATS, MAX_TURN_TOKENS = 3, 96
+MAX_EVALUATED = 2
 SERVED = "served"
 
 
@@ -114,7 +115,7 @@ def trained_run(
         "model": {"path": str(model.absolute())},
         # The model's own template has no form for calls.
         "data": {"files": ["trained.jsonl"], "template": "plain"},
-        "eval": {"files": ["held_out.jsonl"]},
+        "eval": {"files": ["held_out.jsonl"], "max_tasks": MAX_EVALUATED},
         "train": {"num_epochs": NUM_EPOCHS, "trees_per_step": 1, "layout": layout},
         **own,
         "run": {"dir": str(run.absolute()), "save_every": 1000, "keep": 1},
