@@ -117,12 +117,16 @@ def _bars(run: Timeline, top: float, scale: float) -> Iterator[str]:
 
 def draw_learning() -> str:
     """Rewards by step of both loops on each task, means over seeds."""
-    runs = json.loads(REAL.read_text(encoding="utf-8"))["runs"]
+    found = json.loads(REAL.read_text(encoding="utf-8"))
+    runs = found["runs"]
     parts = [_text(0, 14, "SmolLM2-135M-Instruct, mean reward by step: plain loop and Treering", bold=True)]
     for number, task in enumerate(dict.fromkeys(run["task"] for run in runs)):
         own = [run["sides"] for run in runs if run["task"] == task]
         lines = {side: np.mean([each[side]["reward_by_step"] for each in own], 0) for side in ("plain", "treering")}
         parts += _chart(task, lines, {"plain": ORANGE, "treering": BLUE}, left=number * 215, first=1, unit="step")
+    hour = {"treering": found["hour"]["reward_by_step"]}
+    tasks = {run["task"] for run in runs}
+    parts += _chart("sums, an hour", hour, {"treering": BLUE}, left=len(tasks) * 215, first=1, unit="step")
     return _svg(640, 230, parts)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,18 @@ def hour(
         "resumed": redone(before, after, first_step=resumed_at + 1),
         "reward_by_step": [row[metrics.REWARD_MEAN] for row in after],
         "held_out_reward": [row[metrics.EVAL_REWARD] for row in after if metrics.EVAL_REWARD in row],
-        "sampled_by_step": [row[metrics.NUM_SAMPLED] for row in after],
+        "thirds": [means(after[part * len(after) // 3 : (part + 1) * len(after) // 3]) for part in range(3)],
+    }
+
+
+def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return means of some steps; a policy that sharpens shares and drafts more."""
+    flat, computed = (sum(row.get(name, 0) for row in rows) for name in (metrics.NUM_BRANCH_TOKENS, metrics.NUM_TOKENS))
+    named = {"reward": metrics.REWARD_MEAN, "num_sampled": metrics.NUM_SAMPLED, "acceptance": metrics.ACCEPTANCE}
+    found = {name: mean(row.get(key, 0.0) for row in rows) for name, key in named.items()}
+    return found | {
+        "tokens_per_forward": mean(row[metrics.TOKENS_PER_FORWARD] for row in rows),
+        "token_ratio": flat / max(1, computed),
     }
 
 
