@@ -2,12 +2,14 @@
 
 `python -m benchmarks rehearsal` fetches SmolLM2-135M-Instruct (`treering fetch smollm2`) and runs its parts. Each is
 kept in `--folder` when it is done, so that the same command goes on where it was ended. Its figures are counts of
-tokens and passes: no other process changes them.
+tokens and passes, which no other process changes, but for `--only workers`: seconds of a step with one rollout worker
+(needs `treering[ray]`), each process on one thread.
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,12 +27,13 @@ from treering.cli.fetch import SMOLLM2, fetched
 from treering.cli.train import open_training
 from treering.config import RlConfig, load
 
-NOTE = "an hour on two cores; each part is kept when it is done, and --only change or passes names one"
+NOTE = "an hour on two cores; each part is kept when it is done, and --only change, passes or workers names one"
 TABLES = {
     "change": ("trained", "rate", "one_update_later", "entropy_nats"),
     "passes": ("num_forwards", "ratio", "kept_share", "equal_rewards"),
+    "workers": ("name", "step_s", "train_s", "throughput", "num_kept", "equal_rewards"),
 }
-PARTS = ("change", "passes")
+PARTS = ("change", "passes", "workers")
 SIZE = DemoSize(num_prompts=24, prompts_per_step=4, group_size=8, num_epochs=1, max_batch=32)
 
 
@@ -48,12 +51,14 @@ def measure(
             kept(file, lambda own=(kind, rate): of_rate(Policy(model, start, *own, seed)))
     if "passes" in parts:
         kept(folder / "passes.json", lambda: passes(folder, model, seed=seed, on_progress=on_progress))
+    if "workers" in parts:
+        kept(folder / "workers.json", lambda: workers(folder, model, seed=seed, on_progress=on_progress))
     held = {file.stem: json.loads(file.read_text(encoding="utf-8"))["found"] for file in sorted(folder.glob("*.json"))}
     names = {f"change-{kind}-{rate:g}": {"trained": kind, "rate": rate} for kind, rate in RATES}
     changes = [own | held[name] for name, own in names.items() if name in held]
     return {
         **({"change": changes} if changes else {}),
-        **({"passes": held["passes"]} if "passes" in held else {}),
+        **{name: held[name] for name in ("passes", "workers") if name in held},
         "environment": common_environment(model="SmolLM2-135M-Instruct, float32", num_threads=torch.get_num_threads()),
     }
 
@@ -62,15 +67,7 @@ def passes(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> 
     """Count the forward passes of an epoch of GRPO on sums as text, without drafts, by `rl.rehearse`."""
     found: dict[str, Any] = {}
     for name in ("off", "on"):
-        target = folder / f"passes-{name}"
-        own = write_task("sums", target, model, SIZE, seed=seed, temperature=1.0)
-        del own["eval"]  # type: ignore[attr-defined]
-        own["optim"]["learning_rate"] = 1e-6  # type: ignore[index]
-        own["sampling"]["max_tokens"] = 128  # type: ignore[index]
-        file = write_config(target, SIZE, own, side="treering", seed=seed)
-        config = load(RlConfig, file, [f"rl.rehearse={name}", "history.drafts=off"])
-        with open_training(config, config_dir=target, console=PlainConsole(quiet=True)) as run:
-            reports = list(run.steps)
+        reports = _run(folder / f"passes-{name}", model, [f"rl.rehearse={name}"], max_tokens=128, seed=seed)
         on_progress(f"passes: {len(reports)} steps, rehearse={name}")
         found[name] = {
             "num_forwards": [report.engine.num_forwards for report in reports],
@@ -87,3 +84,46 @@ def passes(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> 
         "equal_rewards": found["on"]["rewards"] == found["off"]["rewards"],
         "steps": found,
     }
+
+
+def workers(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> list[dict[str, Any]]:
+    """Time the steps of the same epoch with one rollout worker and the trainer next to it, without the first two."""
+    found = []
+    for name, settings in {
+        "synchronous": ["rl.rehearse=off"],
+        "rehearsed": ["rl.rehearse=on"],
+        "staleness 1": ["rl.rehearse=off", "rl.staleness=1"],
+    }.items():
+        own = [*settings, "runtime.workers=1", "engine.num_threads=1"]
+        reports = _run(folder / f"workers-{name.replace(' ', '-')}", model, own, max_tokens=64, seed=seed)
+        on_progress(f"workers: {len(reports)} steps, {name}")
+        steps = reports[2:]
+        found.append(
+            {
+                "name": name,
+                "step_s": median(report.phases.step_s for report in steps),
+                "step_s_of_steps": [report.phases.step_s for report in reports],
+                "train_s": median(report.phases.train_s for report in steps),
+                "num_sampled": [report.engine.num_sampled for report in reports],
+                "num_kept": sum(report.engine.num_kept for report in reports),
+                "num_rehearsed": sum(report.engine.num_rehearsed for report in reports),
+                "rewards": [report.rollouts.reward_mean for report in reports],
+            }
+        )
+    speeds = [sum(row["num_sampled"][2:]) / sum(row["step_s_of_steps"][2:]) for row in found]
+    return [
+        row | {"throughput": speed / speeds[-1], "equal_rewards": row["rewards"] == found[0]["rewards"]}
+        for row, speed in zip(found, speeds, strict=True)
+    ]
+
+
+def _run(folder: Path, model: Path, settings: Sequence[str], *, max_tokens: int, seed: int) -> list[Any]:
+    """Run an epoch of GRPO on sums as text, without drafts; return the reports of its steps."""
+    own = write_task("sums", folder, model, SIZE, seed=seed, temperature=1.0)
+    del own["eval"]  # type: ignore[attr-defined]
+    own["optim"]["learning_rate"] = 1e-6  # type: ignore[index]
+    own["sampling"]["max_tokens"] = max_tokens  # type: ignore[index]
+    file = write_config(folder, SIZE, own, side="treering", seed=seed)
+    config = load(RlConfig, file, ["history.drafts=off", *settings])
+    with open_training(config, config_dir=folder, console=PlainConsole(quiet=True)) as run:
+        return list(run.steps)

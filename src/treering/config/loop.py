@@ -93,7 +93,8 @@ class RlOptions(StepsOptions):
         default="auto",
         description="Idle rows sample rollouts of the next step early, with their own noise; the new weights then "
         "verify the tokens in a prefill, so results do not change. on: whenever a row is idle. auto: where enough "
-        "tokens are kept, and never on a CPU. off: never. For engines in the loop's process, without episodes; "
+        "tokens are kept, and never on a CPU. off: never. Workers rehearse while a step is trained, too. Not for "
+        "episodes; "
         'engine.kind "vllm" needs engine.verification "exact".',
     )
     sampling: Sampling = Field(default=Sampling(), exclude=True, description="How the tokens of a rollout are sampled.")

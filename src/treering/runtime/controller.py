@@ -9,7 +9,7 @@ from torch import nn
 
 from treering.config.loop import RlOptions
 from treering.config.optim import OptimOptions
-from treering.engine.protocol import Rollout, RolloutKey
+from treering.engine.protocol import Request, Rollout, RolloutKey
 from treering.errors import ConfigError
 from treering.rl.collect import RewardResult
 from treering.rl.drafting import Drafting
@@ -141,6 +141,7 @@ class Controller:
         *,
         account: Account,
         on_finished: Callable[[Rollout], bool] | None,
+        early_requests: Callable[[int], Sequence[Sequence[Request]] | None] = lambda _: None,
     ) -> None:
         """Start every process; `wait_until_ready` waits for them and raises their errors.
 
@@ -151,8 +152,9 @@ class Controller:
             task: the task; rewards have their own process, unless an environment's episodes bring them.
             account: counts deaths.
             on_finished: called with each finished rollout; returns whether the workers must refresh their history.
+            early_requests: returns the requests of a later step by worker, for idle rows, or None.
         """
-        self._actors, self._on_finished = spec.actors, on_finished
+        self._actors, self._on_finished, self._early_requests = spec.actors, on_finished, early_requests
         self._actors.open(spec.recipe)
         self.store = WeightStore(self._actors, spec.cluster.staleness + 2)
         for past in start_state.past:
@@ -168,6 +170,7 @@ class Controller:
                 recipe=spec.recipe,
                 drafts=None if drafting is None else drafting.options,
                 history=None if drafting is None else drafting.folder,
+                rehearse=spec.options.rehearse,
             ),
             self._actors,
             self.store,
@@ -239,6 +242,9 @@ class Controller:
     def dispatch(self) -> None:
         """Send every process the work that it can start now."""
         self._rollout_pool.dispatch(self._open_steps, self.policy_versions)
+        early = self._early_requests(self.last_open + 1) if self._open_steps else None
+        if early is not None:
+            self._rollout_pool.rehearse(early, self.last_open + 1, self._open_steps)
 
     def finish(
         self, step: int, on_sampled: Callable[[OpenStep], None], on_progress: OnProgress | None = None
@@ -266,6 +272,8 @@ class Controller:
                 self.trainer_client.train(step, open_step.collection.result().groups)
                 sent_s = time.perf_counter()
                 on_sampled(open_step)
+                # The next step is scheduled now, so workers can rehearse it.
+                self.dispatch()
             done = self._receive()
             if done is not None:
                 assert sent_s is not None, "a step is trained after it was sent"

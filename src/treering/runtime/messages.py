@@ -14,6 +14,7 @@ from treering.engine.protocol import Engine, EngineStats, Request, Rollout, Roll
 from treering.history.draft.drafter import Drafter
 from treering.rl.collect import Group, RewardResult
 from treering.rl.environments.episodes import Episode, Run
+from treering.rl.rehearsal import Rehearse
 from treering.rl.tasks.task import Task
 from treering.rl.trainer import Trained
 from treering.schedule.measured_latency import MeasuredTimes
@@ -67,6 +68,8 @@ class WorkerSettings:
     """None disables drafts."""
     history: Path | None
     """Folder of the history that it drafts from."""
+    rehearse: Rehearse = "off"
+    """Whether idle rows sample requests of `RehearseRequests`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,6 +88,13 @@ class SampleRequests:
     """Message to a worker with requests of its current step."""
 
     requests: Sequence[Work]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RehearseRequests:
+    """Message to a worker with requests of its next step, which idle rows sample early until that step begins."""
+
+    requests: Sequence[Request]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -179,8 +179,9 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
         if self._controller is None:
             on_finished = None if self._drafting is None else self._remember
             self._controller = Controller(
-                self._spec, self._start_state, self.model, self._task, account=self.account, on_finished=on_finished
-            )
+                self._spec, self._start_state, self.model, self._task, account=self.account, on_finished=on_finished,
+                early_requests=self._run_state.early_requests,
+            )  # fmt: skip
             self._start_state = StartState()
             # Schedule while the processes import their modules.
             self._open_steps(self._controller)

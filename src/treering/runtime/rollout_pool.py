@@ -14,6 +14,7 @@ from treering.runtime.messages import (
     EndedWork,
     GiveUp,
     RefreshHistory,
+    RehearseRequests,
     ReportReceived,
     SampleRequests,
     Work,
@@ -40,6 +41,8 @@ class WorkerState:
     process: RunProcess
     step: int = 0
     """Current step; 0 for a new worker."""
+    rehearsed: int = 0
+    """The latest step that it was asked to rehearse."""
     running: dict[RolloutKey, Work] = field(default_factory=dict)
     move_target: int | None = None
     """Worker that takes over the rollouts that this one must give up; None once this one has answered."""
@@ -162,6 +165,21 @@ class RolloutPool:
             if worker.has_report:
                 worker.has_report = False
                 self._move(number, worker, open_steps, policy_versions)
+
+    def rehearse(self, early: Sequence[Sequence[Request]], step: int, open_steps: OpenSteps) -> None:
+        """Send each worker for which no work is left in the open steps its requests of a later step, once.
+
+        Args:
+            early: requests by worker.
+            step: their step.
+            open_steps: the open steps.
+        """
+        for number, worker in enumerate(self._workers):
+            has_begun = worker.process.is_ready and worker.step > 0
+            if not has_begun or worker.rehearsed == step or any(each.has_work(number) for each in open_steps.values()):
+                continue
+            worker.rehearsed = step
+            worker.process.send(RehearseRequests(requests=early[number]))
 
     def receive(self, open_steps: OpenSteps) -> list[tuple[OpenStep, Rollout | Run]]:
         """Return finished rollouts and runs, each with its step, and replace dead workers.

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from treering.engine.protocol import Engine, EngineStats, Rollout, RolloutKey
+from treering.engine.protocol import Engine, EngineStats, Request, Rollout, RolloutKey
 from treering.history.store.reader import HistoryReader
+from treering.ranks.group import RankGroup
 from treering.rl.drafting import make_drafter
 from treering.rl.environments.environment import Environment, EnvironmentTask
 from treering.rl.environments.episodes import Episode, Episodes, Run
+from treering.rl.rehearsal import Rehearsal, with_rehearsed
 from treering.runtime.messages import (
     BeginStep,
     CloseEnvironment,
@@ -21,6 +23,7 @@ from treering.runtime.messages import (
     GiveUp,
     Ready,
     RefreshHistory,
+    RehearseRequests,
     ReportReceived,
     SampleRequests,
     WorkerSettings,
@@ -54,7 +57,9 @@ class StepEngine:
         has_drafts = settings.drafts is not None and self._history is not None
         self._drafter = make_drafter(self._history, settings.drafts) if has_drafts else None  # type: ignore[arg-type]
         self._engine: Engine | None = None
-        self._before = EngineStats()
+        self._before = self._begun = EngineStats()
+        self._rehearsal = Rehearsal(settings.rehearse)
+        self._lengths: list[int] = []
 
     @property
     def has_engine(self) -> bool:
@@ -70,6 +75,7 @@ class StepEngine:
     def begin(self, message: BeginStep) -> bool:
         """Begin a step while the engine is idle; return whether the engine is a new one."""
         self.step = message.step
+        self._end_rehearsals()
         if self._drafter is not None:
             self.refresh_history()
             # Reset the drafter's measurements, which belong to one step.
@@ -83,10 +89,31 @@ class StepEngine:
             load_weights(message.weights, self._model)
         if self._engine is not None:
             self._engine.update_weights(message.policy_version)
+            self._begun = self._engine.stats
             return False
         self._engine = self._recipe.make_engine(self._model, self._drafter, message.policy_version)
-        self._before = self._engine.stats
+        self._before = self._begun = self._engine.stats
         return True
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests of the step, with what was rehearsed of them."""
+        self.engine.submit(with_rehearsed(requests, self._rehearsal.tokens))
+
+    def rehearse(self, requests: Sequence[Request]) -> None:
+        """Let idle rows sample requests of the next step, as far as that pays."""
+        self._rehearsal.begin(self.engine, requests)
+
+    def note_ended(self, rollouts: Sequence[Rollout]) -> None:
+        """Record the lengths of ended rollouts."""
+        self._lengths += [rollout.num_tokens for rollout in rollouts]
+
+    def _end_rehearsals(self) -> None:
+        """Take what was rehearsed since the step began, and learn how much of the previous rehearsals it kept."""
+        if self._engine is None or not self._rehearsal.is_on:
+            return
+        self._rehearsal.end(self._engine)
+        self._rehearsal.note(self._engine.stats.since(self._begun), self._lengths, RankGroup())
+        self._lengths = []
 
     def take_stats(self) -> EngineStats:
         """Return the engine's counts since the previous call."""
@@ -177,7 +204,8 @@ class RolloutWorker:
     @property
     def is_busy(self) -> bool:
         """Whether rollouts have to be sampled or a message is due."""
-        return self._is_new or self._is_sampling or self._given is not None or bool(self._ended)
+        is_rehearsing = self._own.has_engine and self._own.engine.is_rehearsing
+        return self._is_new or self._is_sampling or is_rehearsing or self._given is not None or bool(self._ended)
 
     @property
     def _is_sampling(self) -> bool:
@@ -189,7 +217,9 @@ class RolloutWorker:
         if isinstance(message, BeginStep):
             self._begin(message)
         elif isinstance(message, SampleRequests):
-            self._own.engine.submit(message.requests)  # type: ignore[arg-type]
+            self._own.submit(message.requests)  # type: ignore[arg-type]
+        elif isinstance(message, RehearseRequests):
+            self._own.rehearse(message.requests)
         elif isinstance(message, GiveUp):
             self._give(message.keys)
         elif isinstance(message, ReportReceived):
@@ -205,6 +235,9 @@ class RolloutWorker:
             return [Ready(pid=os.getpid())]
         if self._is_sampling:
             self._ended += self._pass()
+        elif self._own.has_engine and self._own.engine.is_rehearsing:
+            # Neither timed nor busy: nothing waits for it.
+            self._own.engine.step()
         is_due = self._is_report_due or (self._is_sampling and time.perf_counter() >= self._sent_s + _ALIVE_S)
         return [self._message()] if self._ended or self._given is not None or is_due else []
 
@@ -218,6 +251,7 @@ class RolloutWorker:
         engine, started = self._own.engine, time.perf_counter()
         self._timer.begin()
         rollouts = engine.step()
+        self._own.note_ended(rollouts)
         self._timer.end(engine.stats, num_unfinished=engine.num_unfinished)
         self._busy_s += time.perf_counter() - started
         return rollouts

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from treering.data import Trajectory
-from treering.engine.protocol import RolloutKey
+from treering.engine.protocol import Request, RolloutKey
 from treering.errors import StateError
 from treering.rl.collect import Collection, Group
 from treering.rl.environments.collect_episodes import EpisodeCollection
@@ -50,6 +50,7 @@ class RunState:
         self.account = Account()
         self.version = 0
         self._num_steps, self._cluster = spec.num_steps, spec.cluster
+        self._early: dict[int, list[list[Request]]] = {}
         self._failed_steps = FailedSteps(task.reward_name)
         self._scheduler = StepScheduler(
             spec.policy,
@@ -106,6 +107,27 @@ class RunState:
                 ratios=self._scheduler.ratios(),
                 prices=prices_of(cluster) if may_move else None,
             )
+
+    def early_requests(self, step: int) -> Sequence[Sequence[Request]] | None:
+        """Return the requests of a later step by worker, in their order, or None if nothing is rehearsed.
+
+        With several workers they are known once the step is scheduled.
+        """
+        if self._options.rehearse == "off" or step > self._num_steps or isinstance(self._task, EnvironmentTask):
+            return None
+        if step not in self._early:
+            assigned = self._scheduler.scheduled(step)
+            if assigned is None and self._cluster.num_workers > 1:
+                return None
+            collection = self._collection(step)
+            assert isinstance(collection, Collection), "episodes are not rehearsed"
+            requests = collection.requests()
+            by_worker: list[list[Request]] = [[] for _ in range(self._cluster.num_workers)]
+            order = range(len(requests)) if assigned is None else assigned.assignment.order.tolist()
+            for number in order:
+                by_worker[0 if assigned is None else assigned.assignment.workers[number]].append(requests[number])
+            self._early = {step: by_worker}
+        return self._early[step]
 
     def note_sampled(self, open_step: OpenStep) -> None:
         """Record the lengths of a sampled step and, while it trains, schedule the first step that may use them."""

@@ -103,6 +103,10 @@ class StepScheduler:
             self._assigned[step] = StepAssignment(step=step, assignment=assignment, predicted=forecasts[0].lengths)
         return self._assigned[step]
 
+    def scheduled(self, step: int) -> StepAssignment | None:
+        """Return the assignment of a step, None if it is not scheduled yet."""
+        return self._assigned.get(step)
+
     def note_times(self, times: MeasuredTimes) -> None:
         """Record the times since the previous step."""
         if self._cluster.rebalancing == "none":

@@ -18,7 +18,7 @@ from tests.runtime import tasks
 from tests.runtime.kills import killing
 from tests.runtime.runs import TinyRecipe, pipeline
 from tests.runtime.test_deaths import is_complete
-from tests.runtime.test_pipeline import CLOSE, Result, assert_same, run
+from tests.runtime.test_pipeline import CLOSE, Result, assert_same, rows_of, run
 from tests.runtime.test_resume import train
 from treering import extras
 from treering.engine.protocol import Sampling
@@ -50,6 +50,21 @@ def test_actors_give_bitwise_the_weights_of_objects_in_one_process_though_reward
     assert all(torch.equal(local[name], remote[name]) for name in local)
     assert len(started) > 1
     wait_for_the_end_of(started)
+
+
+def test_an_actor_that_rehearses_while_a_step_is_trained_gives_the_weights_of_one_that_does_not(
+    actors: RayActors,
+) -> None:
+    with pipeline(num_steps=NUM_STEPS, num_workers=1, rehearse="off") as loop:
+        expected = run(loop, NUM_STEPS)
+    with pipeline(num_steps=NUM_STEPS, num_workers=1, rehearse="on", actors=actors) as loop:
+        found, num_kept = [], 0
+        for _ in range(NUM_STEPS):
+            num_kept += loop.step().engine.num_kept
+            found.append(rows_of(loop))
+        # A pass over rehearsed tokens rounds otherwise than passes over one.
+        assert_same((loop.model.state_dict(), found), expected)
+    assert num_kept > 0
 
 
 @pytest.fixture(scope="module")
