@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -98,11 +99,15 @@ def train(kind: str, way: str, model: Path, state: Path, size: DemoSize) -> list
     with labelled_positions_only():
         trainer = _MAKERS[kind](model, state, way, size)
         meter = meter_of(trainer, state if way in ("stock", "shared") else None)
+        handle = None
         if way != "stock":
             # Other rows than the stock trainer's would be no comparison; those of a task stand together in the data.
             options = {} if kind == "grpo" else {"group_batches": False, "verify_first": False}
-            share_prefixes(trainer, **options)
+            handle = share_prefixes(trainer, **options)
         trainer.train()
+    if handle is not None and handle.difference is not None:
+        # How far trees are, and what other rounding does to the stock path.
+        meter.rows[0]["verified"] = asdict(handle.difference)
     return list(meter.rows)
 
 
@@ -275,5 +280,6 @@ def _loaded(stock: Path, shared: Path, name: str) -> list[dict[str, Tensor]]:
 
 def _distance(stock: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     square = sum(float((other[name] - own).double().square().sum()) for name, own in stock.items())
-    norm = sum(float(own.double().square().sum()) for own in stock.values())
+    # A step without any reward has no gradient.
+    norm = sum(float(own.double().square().sum()) for own in stock.values()) or 1.0
     return (square / norm) ** 0.5
