@@ -250,20 +250,10 @@ class ServerSettings:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteHelp:
-    """Server functions that additional routes use."""
-
-    guarded: Callable[["_Handler"], "_Handler"]
-    """Wrap a handler: check the key, and answer its errors."""
-    read_raw: Callable[["web.Request"], Awaitable[bytes]]
-    read_json: Callable[["web.Request"], Awaitable[dict[str, Any]]]
-
-
 class MoreRoutes(Protocol):
     """Routes in addition to the server's own, such as Tinker's."""
 
-    def routes(self, help: RouteHelp) -> "list[web.RouteDef]":
+    def routes(self, server: "Server") -> "list[web.RouteDef]":
         """Return the routes; called once, in the server's thread."""
         ...
 
@@ -374,8 +364,7 @@ class Server(Closing):
             ]
         )
         if self._more is not None:
-            help = RouteHelp(guarded=self._guarded, read_raw=self._read_raw, read_json=self._read)
-            app.add_routes(self._more.routes(help))
+            app.add_routes(self._more.routes(self))
         # handler_cancellation aborts the calls of a client that disconnects.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
@@ -399,7 +388,7 @@ class Server(Closing):
         """Return a handler that answers a JSON object with another, or with events."""
 
         async def handle(request: "web.Request") -> "web.StreamResponse":
-            body = await self._read(request)
+            body = await self.read_json(request)
             found = await answer(body, request.headers.get(IDENTITY_HEADER))
             if not isinstance(found, TextCall):
                 return _respond(found)
@@ -407,9 +396,9 @@ class Server(Closing):
                 await _stream(request, found) if found.is_streamed else _respond(found.whole(await found.sample(None)))
             )
 
-        return self._guarded(handle)
+        return self.guarded(handle)
 
-    def _guarded(self, answer: _Handler) -> _Handler:
+    def guarded(self, answer: _Handler) -> _Handler:
         """Return a handler that checks the key and answers errors as refusals."""
 
         async def handle(request: "web.Request") -> "web.StreamResponse":
@@ -431,7 +420,12 @@ class Server(Closing):
             return None
         return Refusal(401, "this server needs its key; send Authorization: Bearer KEY")
 
-    async def _read_raw(self, request: "web.Request") -> bytes:
+    async def read_raw(self, request: "web.Request") -> bytes:
+        """Return a body.
+
+        Raises:
+            Refusal: 408 or 413, it is too slow or too large.
+        """
         from aiohttp import web
 
         try:
@@ -441,8 +435,13 @@ class Server(Closing):
         except web.HTTPRequestEntityTooLarge:
             raise Refusal(413, f"a body may have at most {self._settings.max_body_bytes} bytes; send less") from None
 
-    async def _read(self, request: "web.Request") -> dict[str, Any]:
-        raw = await self._read_raw(request)
+    async def read_json(self, request: "web.Request") -> dict[str, Any]:
+        """Return a body that is a JSON object.
+
+        Raises:
+            Refusal: 400, it is something else; or as `read_raw` does.
+        """
+        raw = await self.read_raw(request)
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,10 @@ from treering.extras import require, satisfies
 from treering.model.tree_model import TreeModel
 from treering.rl.model_samplers import EngineOptions, SamplerPool, SamplerWeights
 from treering.serving.bodies import Fields, logprobs_of, take_sampling
-from treering.serving.server import Refusal, RouteHelp, refusal_of
+from treering.serving.server import Refusal, Server, refusal_of
 from treering.serving.tinker.checkpoints import Checkpoints, SavedModel
 from treering.serving.tinker.sessions import Holdings, Promise, TrainedModel
-from treering.serving.tinker.training_thread import Job, TokenCounts, TrainingThread
+from treering.serving.tinker.training_thread import Job, TrainingThread
 from treering.serving.tinker.wire import (
     Sampled,
     read_batch,
@@ -96,7 +96,7 @@ class TinkerRoutes:
         )
         self._reaper: asyncio.Task[None] | None = None
 
-    def routes(self, help: RouteHelp) -> "list[web.RouteDef]":
+    def routes(self, server: Server) -> "list[web.RouteDef]":
         """Return the routes that a server adds to its own."""
         from aiohttp import web
 
@@ -104,22 +104,22 @@ class TinkerRoutes:
 
         def body(answer: _Answer) -> Callable[["web.Request"], Awaitable["web.StreamResponse"]]:
             async def respond(request: "web.Request") -> "web.Response":
-                return web.json_response(await answer(Fields(await help.read_json(request), "the body")))
+                return web.json_response(await answer(Fields(await server.read_json(request), "the body")))
 
-            return help.guarded(respond)
+            return server.guarded(respond)
 
         def path(answer: Callable[..., Any]) -> Callable[["web.Request"], Awaitable["web.StreamResponse"]]:
             async def respond(request: "web.Request") -> "web.Response":
                 found = answer(*request.match_info.values())
                 return web.json_response(found) if found is not None else web.Response(status=204)
 
-            return help.guarded(respond)
+            return server.guarded(respond)
 
         async def forward_backward(request: "web.Request") -> "web.Response":
-            return web.json_response(self._forward_backward(await help.read_raw(request)))
+            return web.json_response(self._forward_backward(await server.read_raw(request)))
 
         async def retrieve(request: "web.Request") -> "web.Response":
-            found = await self._retrieve(Fields(await help.read_json(request), "the body"))
+            found = await self._retrieve(Fields(await server.read_json(request), "the body"))
             if isinstance(found, bytes):
                 return web.Response(body=found, content_type="application/x-protobuf")
             return web.json_response(found)
@@ -144,8 +144,8 @@ class TinkerRoutes:
         run = root + "training_runs/{run}"
         return [
             *(web.post(root + name, body(answer)) for name, answer in posts.items()),
-            web.post(root + "forward_backward", help.guarded(forward_backward)),
-            web.post(root + "retrieve_future", help.guarded(retrieve)),
+            web.post(root + "forward_backward", server.guarded(forward_backward)),
+            web.post(root + "retrieve_future", server.guarded(retrieve)),
             web.post(root + "sessions/{id}/finish", path(self._finish)),
             web.get(root + "sessions/{id}", path(self._get_session)),
             web.get(root + "healthz", path(lambda: {"status": "ok"})),
@@ -171,7 +171,7 @@ class TinkerRoutes:
         return {
             "sessions": len(self._held.sessions),
             "models": sum(len(each.models) for each in self._held.sessions.values()),
-            "training": _counts(self._thread.counts),
+            "training": asdict(self._thread.counts),
             "sampling": self._pool.stats(),
         }
 
@@ -324,7 +324,7 @@ class TinkerRoutes:
         flat, computed = (
             getattr(model.counts, name) - getattr(model.logged, name) for name in ("flat_tokens", "computed_tokens")
         )
-        model.logged = TokenCounts(**_counts(model.counts))
+        model.logged = replace(model.counts)
         drafts = self._pool.stats(model.id)
         self._options.log(
             f"{model.id} step {model.num_steps}: {flat} flat tokens, {computed} computed; sampled "
@@ -618,10 +618,6 @@ class TinkerRoutes:
     def _check_name(self, name: str) -> None:
         if name != self._base.name:
             raise Refusal(404, f"this server has the model {self._base.name!r}, got {name!r:.200}")
-
-
-def _counts(counts: TokenCounts) -> dict[str, int]:
-    return {name: getattr(counts, name) for name in TokenCounts.__slots__}
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, Any]:
