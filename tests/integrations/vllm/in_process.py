@@ -1,14 +1,13 @@
 """LLMs in the test's own process, so that tests can inspect the drafter and correct the sampling."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from tests.integrations.vllm.llms import EXTENSION, PLAIN, VOCAB, K, drafts
+from treering.integrations.vllm.plugin import hide_llvmlite
 from treering.integrations.vllm.vllm_settings import environment_with
 
 __all__ = ["K", "drafts"]
@@ -32,23 +31,10 @@ def make_llm(model: Path, **settings: Any) -> Any:
         "kv_cache_memory_bytes": 1 << 24,
         "worker_extension_cls": EXTENSION,
     }
-    rebind = mock.patch.object(dispatcher, "_rebind_kernels", without_llvmlite(dispatcher._rebind_kernels))
-    with environment_with(_ENVIRONMENT), rebind:
+    # Tests import numba, and some leave the plugin out.
+    hide_llvmlite(dispatcher)
+    with environment_with(_ENVIRONMENT):
         return vllm.LLM(str(model), **PLAIN | plain | settings)
-
-
-def without_llvmlite(rebind: Callable[..., None]) -> Callable[..., None]:
-    """Hide a module of llvmlite from vLLM's start of a worker, which fails on it; numba is imported here."""
-
-    def rebind_kernels(*args: Any) -> None:
-        hidden = sys.modules.pop("llvmlite.binding.ffi", None)
-        try:
-            rebind(*args)
-        finally:
-            if hidden is not None:
-                sys.modules["llvmlite.binding.ffi"] = hidden
-
-    return rebind_kernels
 
 
 def runner_of(llm: Any) -> Any:

@@ -6,7 +6,7 @@ Does not need vLLM.
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from treering.history.draft.request_drafter import RequestDrafter
 from treering.history.store.store import HistoryStore
 from treering.integrations.vllm import HistoryProposer, WorkerExtension, record, request_args
 from treering.integrations.vllm.draft_session import ContentRows, DraftGate, DraftSession, PromptTable, RunnerRows
-from treering.integrations.vllm.plugin import unpacked, wrap_runner
+from treering.integrations.vllm.plugin import hide_llvmlite, unpacked, wrap_runner
 from treering.integrations.vllm.vllm_settings import PluginSettings, read_request_args, read_settings
 from treering.types import hash_of_prompt
 
@@ -341,3 +341,22 @@ def test_what_was_learnt_travels_as_bytes(proposer: Any) -> None:
     extension.model_runner = SimpleNamespace(drafter=None)
     with pytest.raises(StateError, match="this worker drafts with NoneType"):
         extension.treering_stats()
+
+
+def test_a_worker_starts_without_the_module_of_numba_on_which_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "llvmlite.binding.ffi"
+    module, seen = ModuleType(name), list[Any]()
+    monkeypatch.setitem(sys.modules, name, module)
+
+    def rebind(kernels: Any) -> None:
+        seen.append((kernels, name in sys.modules))
+        raise RuntimeError("as at a failed start")
+
+    dispatcher = SimpleNamespace(_rebind_kernels=rebind)
+    hide_llvmlite(dispatcher)
+    # vLLM calls a plugin more than once in a process.
+    hide_llvmlite(dispatcher)
+    with pytest.raises(RuntimeError, match="failed start"):
+        dispatcher._rebind_kernels([1])
+    assert seen == [([1], False)]
+    assert sys.modules[name] is module

@@ -25,10 +25,10 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 from tests.integrations.trl import runs
-from tests.integrations.vllm.in_process import without_llvmlite
 from tests.integrations.vllm.llms import VOCAB, build
 from tests.integrations.vllm.shim import right_sampling
 from tests.integrations.words import word_tokenizer
+from treering.integrations.vllm.plugin import hide_llvmlite
 
 NUM_PROMPTS, GROUP_SIZE, PROMPT_SIZE, SIZE = 8, 8, 5, 32
 _LLM = {
@@ -48,8 +48,7 @@ def trl_on_cpu() -> Iterator[None]:
             stack.enter_context(mock.patch.dict(os.environ, {name: value}))
         stack.enter_context(mock.patch.object(vllm_generation, "LLM", lambda **given: stock(**given | _LLM)))
         stack.enter_context(mock.patch.object(vllm_generation.VLLMGeneration, "sync_weights", _sync_weights))
-        hidden = without_llvmlite(dispatcher._rebind_kernels)
-        stack.enter_context(mock.patch.object(dispatcher, "_rebind_kernels", hidden))
+        hide_llvmlite(dispatcher)
         stack.enter_context(right_sampling())
         yield
 

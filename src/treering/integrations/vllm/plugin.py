@@ -5,6 +5,7 @@ Nothing here may import numba before `load_model`, which runs after the worker h
 
 import copy
 import io
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 
 from treering.errors import StateError
 from treering.integrations.vllm.exact_sampling import install
@@ -241,7 +244,7 @@ _SAMPLE = ("self", "logits", "spec_decode_metadata")
 
 
 def register() -> None:
-    """Adapt vLLM's model runner to `HistoryProposer`; vLLM calls this in every process.
+    """Adapt vLLM's model runner to `HistoryProposer`, and its start to numba; vLLM calls this in every process.
 
     The runner then reports which requests its rows are, and samples steps without drafts as if there were no drafter.
     Other drafters are not affected. If a method of the runner has an unknown signature, a warning names the effect: the
@@ -249,7 +252,35 @@ def register() -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    if find_spec("vllm.triton_utils.dispatcher") is not None:
+        hide_llvmlite(import_module("vllm.triton_utils.dispatcher"))
     wrap_runner(GPUModelRunner)
+
+
+_HIDDEN = "llvmlite.binding.ffi"
+"""Module that numba imports. vLLM's CPU worker looks for kernels in every module, and fails on an object of it."""
+
+
+def hide_llvmlite(dispatcher: Any) -> None:
+    """Let vLLM's CPU worker start in a process that has imported numba.
+
+    Example: without it the worker fails with "'_lib_fn_wrapper' object has no attribute 'get'".
+    """
+    original: Any = getattr(dispatcher, "_rebind_kernels", None)
+    if original is None or getattr(original, "is_treering", False):
+        return
+
+    @wraps(original)
+    def rebind(*args: Any, **kwargs: Any) -> Any:
+        hidden = sys.modules.pop(_HIDDEN, None)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if hidden is not None:
+                sys.modules[_HIDDEN] = hidden
+
+    rebind.is_treering = True  # type: ignore[attr-defined]
+    dispatcher._rebind_kernels = rebind
 
 
 def wrap_runner(runner_class: Any) -> bool:
