@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common.progress import OnProgress, silent
@@ -31,7 +32,7 @@ NOTE = "an hour on two cores; each part is kept when it is done, and --only chan
 TABLES = {
     "change": ("trained", "rate", "one_update_later", "entropy_nats"),
     "passes": ("num_forwards", "ratio", "kept_share", "equal_rewards"),
-    "workers": ("name", "step_s", "train_s", "throughput", "num_kept", "equal_rewards"),
+    "workers": ("name", "step_s", "train_s", "throughput", "num_kept", "num_equal_rollouts", "weight_difference"),
 }
 PARTS = ("change", "passes", "workers")
 SIZE = DemoSize(num_prompts=24, prompts_per_step=4, group_size=8, num_epochs=1, max_batch=32)
@@ -88,14 +89,15 @@ def passes(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> 
 
 def workers(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> list[dict[str, Any]]:
     """Time the steps of the same epoch with one rollout worker and the trainer next to it, without the first two."""
-    found = []
+    found, runs = [], []
     for name, settings in {
         "synchronous": ["rl.rehearse=off"],
         "rehearsed": ["rl.rehearse=on"],
         "staleness 1": ["rl.rehearse=off", "rl.staleness=1"],
     }.items():
         own = [*settings, "runtime.workers=1", "engine.num_threads=1"]
-        reports = _run(folder / f"workers-{name.replace(' ', '-')}", model, own, max_tokens=64, seed=seed)
+        runs.append(folder / f"workers-{name.replace(' ', '-')}")
+        reports = _run(runs[-1], model, own, max_tokens=64, seed=seed)
         on_progress(f"workers: {len(reports)} steps, {name}")
         steps = reports[2:]
         found.append(
@@ -112,9 +114,22 @@ def workers(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) ->
         )
     speeds = [sum(row["num_sampled"][2:]) / sum(row["step_s_of_steps"][2:]) for row in found]
     return [
-        row | {"throughput": speed / speeds[-1], "equal_rewards": row["rewards"] == found[0]["rewards"]}
-        for row, speed in zip(found, speeds, strict=True)
+        row | {"throughput": speed / speeds[-1]} | difference(runs[0], run)
+        for row, speed, run in zip(found, speeds, runs, strict=True)
     ]
+
+
+def difference(first: Path, second: Path) -> dict[str, float]:
+    """Return how many rollouts of two runs have the same tokens, and the largest difference of their last weights."""
+    lines = [sorted(each.glob("treering/rollouts/*.jsonl")) for each in (first, second)]
+    rows = [[json.loads(line) for file in own for line in file.read_text("utf-8").splitlines()] for own in lines]
+    tokens = [{(row["step"], row["task_id"], row["trial"]): row["tokens"] for row in own} for own in rows]
+    files = [max(each.glob("treering/checkpoints/*/model.safetensors")) for each in (first, second)]
+    one, other = (load_file(file) for file in files)
+    return {
+        "num_equal_rollouts": sum(tokens[1].get(key) == own for key, own in tokens[0].items()),
+        "weight_difference": max((one[name] - other[name]).abs().max().item() for name in one),
+    }
 
 
 def _run(folder: Path, model: Path, settings: Sequence[str], *, max_tokens: int, seed: int) -> list[Any]:
