@@ -37,10 +37,10 @@ WEIGHTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 LAYOUTS = {"treering": "tree", "plain": "packed"}
 CUT = {"system": 800, "tool": 100}
 """Characters that are kept of messages, by role: schemas of tools and their results take most of the context."""
-MAX_TASK_CHARACTERS = 20_000
+MAX_CHARACTERS = 3_000
+"""Of a task's longest trajectory, so that all runs together take a few minutes; raise it with time at hand."""
 NUM_EPOCHS = 1
 NUM_CHATS, MAX_TURN_TOKENS = 3, 96
-MAX_EVALUATED = 2
 SERVED = "served"
 
 
@@ -59,18 +59,24 @@ def recorded_agents() -> list[Trajectory]:
 def split(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
     """Trained and held-out trajectories: those of tasks with several, and of tasks with one, which share nothing.
 
-    Messages are cut to `CUT`; tasks that are still longer than `MAX_TASK_CHARACTERS` are left out.
+    Messages are cut to `CUT`; tasks with a trajectory that is still longer than `MAX_CHARACTERS` are left out.
     """
     trained, held = list[Trajectory](), list[Trajectory]()
     for _, found in groupby(sorted(map(_cut, trajectories), key=_task), key=_task):
         task = list(found)
-        if sum(len(message.content or "") for each in task for message in each.messages or ()) <= MAX_TASK_CHARACTERS:
+        if max(map(_num_characters, task)) <= MAX_CHARACTERS:
             (trained if len(task) > 1 else held).extend(task)
     return trained, held
 
 
 def _task(trajectory: Trajectory) -> str:
     return str(trajectory.task_id)
+
+
+def _num_characters(trajectory: Trajectory) -> int:
+    texts = [message.content or "" for message in trajectory.messages or ()]
+    calls = [str(call.arguments) for message in trajectory.messages or () for call in message.tool_calls]
+    return sum(map(len, texts + calls))
 
 
 def _cut(trajectory: Trajectory) -> Trajectory:
@@ -115,7 +121,7 @@ def trained_run(
         "model": {"path": str(model.absolute())},
         # The model's own template has no form for calls.
         "data": {"files": ["trained.jsonl"], "template": "plain"},
-        "eval": {"files": ["held_out.jsonl"], "max_tasks": MAX_EVALUATED},
+        "eval": {"files": ["held_out.jsonl"]},
         "train": {"num_epochs": NUM_EPOCHS, "trees_per_step": 1, "layout": layout},
         **own,
         "run": {"dir": str(run.absolute()), "save_every": 1000, "keep": 1},

@@ -24,7 +24,7 @@ AGENTS = [agent("a", "1", "2"), agent("b", "3"), agent("a", "1", "3"), agent("c"
 
 def test_tasks_stay_whole_and_those_of_one_path_are_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sft, "CUT", {"system": 7, "tool": 5})
-    monkeypatch.setattr(sft, "MAX_TASK_CHARACTERS", 200)
+    monkeypatch.setattr(sft, "MAX_CHARACTERS", 100)
     trained, held = sft.split(AGENTS)
     assert [each.task_id for each in trained] == ["a", "a"]
     assert [each.task_id for each in held] == ["b"]
