@@ -38,7 +38,7 @@ LAYOUTS = {"treering": "tree", "plain": "packed"}
 CUT = {"system": 800, "tool": 100}
 """Characters that are kept of messages, by role: schemas of tools and their results take most of the context."""
 MAX_CHARACTERS = 3_000
-"""Of a task's longest trajectory, so that all runs together take a few minutes; raise it with time at hand."""
+"""Length of a task's longest trajectory, so that all runs together take minutes; raise it with time at hand."""
 NUM_EPOCHS = 1
 NUM_CHATS, MAX_TURN_TOKENS = 3, 96
 SERVED = "served"
