@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from treering.schedule.traces import synthetic_trace
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "figures"
 REAL = ROOT / "benchmarks" / "results" / "real.json"
+REHEARSAL = REAL.with_name("rehearsal.json")
 BLUE, ORANGE, GREEN, GREY, TEXT = "#0072b2", "#d55e00", "#009e73", "#9aa0a6", "#7a8088"
 """Colours that colour-blind readers tell apart (Okabe and Ito)."""
 
@@ -123,10 +125,10 @@ def draw_learning() -> str:
     for number, task in enumerate(dict.fromkeys(run["task"] for run in runs)):
         own = [run["sides"] for run in runs if run["task"] == task]
         lines = {side: np.mean([each[side]["reward_by_step"] for each in own], 0) for side in ("plain", "treering")}
-        parts += _chart(task, lines, {"plain": ORANGE, "treering": BLUE}, left=number * 215, first=1, unit="step")
+        parts += _chart(task, lines, {"plain": ORANGE, "treering": BLUE}, left=number * 215, ends=_steps(lines))
     hour = {"treering": found["hour"]["reward_by_step"]}
     tasks = {run["task"] for run in runs}
-    parts += _chart("sums, an hour", hour, {"treering": BLUE}, left=len(tasks) * 215, first=1, unit="step")
+    parts += _chart("sums, an hour", hour, {"treering": BLUE}, left=len(tasks) * 215, ends=_steps(hour))
     return _svg(640, 230, parts)
 
 
@@ -137,8 +139,31 @@ def draw_forwards() -> str:
     parts = [_text(0, 14, "Tokens per verification step by epoch and source of drafts", bold=True)]
     for number, row in enumerate(tasks):
         lines = {source: row["drafts_by_source"][source] for source in colours}
-        parts += _chart(row["task"], lines, colours, left=number * 215, first=1, unit="epoch", low=1.0)
+        parts += _chart(
+            row["task"], lines, colours, left=number * 215, ends=("epoch 1", str(len(lines["all"]))), low=1.0
+        )
     return _svg(640, 230, parts)
+
+
+def draw_kept() -> str:
+    """Share of rehearsed tokens that later weights keep, by the number of updates in between."""
+    cells = json.loads(REHEARSAL.read_text(encoding="utf-8"))["change"]
+    colours = dict(zip((_name_of(cell) for cell in cells), (ORANGE, GREY, GREEN, BLUE), strict=True))
+    parts = [_text(0, 14, "SmolLM2-135M-Instruct: tokens kept after 1, 2, 4 and 8 updates", bold=True)]
+    for number, temperature in enumerate(("1", "0.7")):
+        kept = [[each["kept_share"] for each in cell["updates_apart"][temperature].values()] for cell in cells]
+        lines = dict(zip(colours, kept, strict=True))
+        title = f"temperature {temperature}"
+        parts += _chart(title, lines, colours, left=number * 215, ends=("1 update", "8"), low=0.5)
+    return _svg(640, 230, parts)
+
+
+def _name_of(cell: Mapping[str, Any]) -> str:
+    return f"{'LoRA' if cell['trained'] == 'lora' else 'all'} {cell['rate']:.0e}".replace("e-0", "e-")
+
+
+def _steps(lines: Mapping[str, Sequence[float]]) -> tuple[str, str]:
+    return "step 1", str(len(next(iter(lines.values()))))
 
 
 def _chart(
@@ -147,8 +172,7 @@ def _chart(
     colours: Mapping[str, str],
     *,
     left: float,
-    first: int,
-    unit: str,
+    ends: tuple[str, str],
     low: float = 0.0,
 ) -> Iterator[str]:
     """Lines over steps or epochs in a frame of 150 by 130, with the first and last of each axis, and a legend."""
@@ -158,8 +182,8 @@ def _chart(
     yield _box(left + 30, top, width, height, "none", GREY)
     for value, y in ((high, top + 10), (low, top + height)):
         yield _text(left, y, f"{value:.2f}", size=11)
-    yield _text(left + 30, top + height + 14, f"{unit} {first}", size=11)
-    yield _text(left + width + 10, top + height + 14, str(first + count - 1), size=11)
+    yield _text(left + 30, top + height + 14, ends[0], size=11)
+    yield _text(left + width + 10, top + height + 14, ends[1], size=11)
     along, up = width / max(1, count - 1), height / (high - low)
     for number, (name, values) in enumerate(lines.items()):
         points = [
@@ -205,6 +229,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "pipeline.svg": draw_pipeline,
     "real_learning.svg": draw_learning,
     "real_drafts.svg": draw_forwards,
+    "rehearsal_kept.svg": draw_kept,
 }
 
 if __name__ == "__main__":
