@@ -36,7 +36,7 @@ class ReplayDrafter(Drafter):
             for prompt_id, tokens in self._recordings.items()
         }
 
-    def propose(self, rows: DraftRows) -> Drafts:
+    def propose(self, rows: DraftRows, *, is_last: bool = False) -> Drafts:
         """Propose the next tokens of each row."""
         drafts = [self._draft_of(rows, row) for row in range(len(rows.prompt_ids))]
         lengths = [draft.size for draft in drafts]
