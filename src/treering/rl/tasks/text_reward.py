@@ -224,7 +224,7 @@ class TextReward:
         self._rewards: list[BoundReward] = []
         # One event loop for all calls: clients that a reward keeps belong to the loop that they were made in.
         self._runner = asyncio.Runner()
-        weakref.finalize(self, self._runner.close)
+        weakref.finalize(self, _close, self._runner)
 
     @property
     def is_own(self) -> bool:
@@ -349,3 +349,13 @@ async def _settled(awaitables: Sequence[object]) -> list[object]:
             return error
 
     return await asyncio.gather(*map(settle, awaitables))
+
+
+def _close(runner: asyncio.Runner) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        runner.close()
+    else:
+        # Collected while another loop runs in this thread, in which no second one can run to its end.
+        runner.get_loop().close()
