@@ -406,6 +406,9 @@ class Engine(ABC):
     Each engine declares in `keeps` how exactly.
     """
 
+    _is_generating = False
+    """Whether `generate` runs, so that no further requests are expected."""
+
     @property
     @abstractmethod
     def keeps(self) -> Keeps:
@@ -513,10 +516,12 @@ class Engine(ABC):
         """
         requests = as_requests(requests)
         self.submit(requests)
+        self._is_generating = True
         try:
             while self.num_unfinished:
                 yield from self.step()
         finally:
+            self._is_generating = False
             self.abort([request.key for request in requests])
 
 

@@ -5,7 +5,7 @@ A step admits waiting requests, drafts, runs a forward pass, samples, and return
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -134,7 +134,6 @@ class TorchEngine(Engine):
         )
         self._table = Table(max_rows=max_batch, allocator=made.allocator, seed=seed, move=self._decoder.move)
         self._rehearsals = Rehearsals(self._table, vocab_size=self._parts.vocab_size)
-        self._is_generating = False
         self._waiting: deque[Request] = deque()
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
@@ -224,14 +223,6 @@ class TorchEngine(Engine):
         # Taken after the pass: if it fails, a later step returns them.
         finished, self._undelivered = self._undelivered, []
         return finished + ended
-
-    def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
-        """Submit requests and yield each rollout when it finishes; drafts are planned for the last one to end soon."""
-        self._is_generating = True
-        try:
-            yield from super().generate(requests)
-        finally:
-            self._is_generating = False
 
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """Return the partial rollouts of these keys without stopping them."""
