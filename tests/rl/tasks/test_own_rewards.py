@@ -1,6 +1,7 @@
 """Rewards of the user: where they are found, which signatures they have, and how several form one reward."""
 
 import asyncio
+import gc
 import inspect
 import os
 import sys
@@ -309,3 +310,21 @@ def test_a_reward_that_hangs_ends_its_trial_with_the_setting_that_bounds_it(body
 def test_names_that_other_trainers_give_to_other_values_are_refused(signature: str) -> None:
     with pytest.raises(ConfigError, match="rename or add its parameters"):
         reward_of(f"def f({signature}):\n    return 1.0\n")
+
+
+def test_a_reward_is_collected_while_another_loop_runs_and_closes_its_own() -> None:
+    reward = reward_of("async def f(prompt, text):\n    return 1.0\n")
+    assert only(reward.scores(prompt_with(), ["a"])[0]) == 1.0
+    loop = reward._runner.get_loop()
+
+    async def collect() -> None:
+        nonlocal reward
+        del reward
+        gc.collect()
+
+    raised: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", raised.append)
+        patch.setattr(sys, "excepthook", lambda *error: raised.append(error))
+        asyncio.run(collect())
+    assert (loop.is_closed(), raised) == (True, [])

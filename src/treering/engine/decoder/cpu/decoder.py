@@ -7,11 +7,9 @@ A small model's step is dominated by operation launches; this path launches eigh
 
 import math
 import mmap
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.arrays import Int64Array
@@ -39,9 +37,15 @@ class CpuDecoder(Decoder):
         row = _padded_row_length(num_slots + 1 + lanes, dtype.itemsize)
         padded = -(-sizes.head_size // lanes) * lanes
         self._weights = weights
-        self._keys = _lazy_zeros((sizes.num_layers, sizes.num_kv_heads, sizes.head_size, row), dtype)
         self._num_slots = num_slots
-        self._values = _lazy_zeros((sizes.num_layers, sizes.num_kv_heads, num_slots + 1, padded), dtype)
+        per_layer = (sizes.num_layers, sizes.num_kv_heads)
+        shapes = [(*per_layer, sizes.head_size, row), (*per_layer, num_slots + 1, padded)]
+        # Mapped zeros take memory as they are written, 4 KB at a time. numpy's are backed by pages of 2 MB, so that the
+        # first slot of every row of keys would take the whole arena.
+        pages = [mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY) for shape in shapes]
+        self._keys, self._values = [
+            np.frombuffer(page, dtype).reshape(shape) for page, shape in zip(pages, shapes, strict=True)
+        ]
         self._scores = np.zeros((2, sizes.num_positions + _MOST_DRAFTS + 4 * lanes), dtype)
         self._eps = np.array([sizes.eps], dtype)
         self._scale = np.array([sizes.head_size**-0.5], dtype)
@@ -98,15 +102,6 @@ class CpuDecoder(Decoder):
         _linear(views.h, layer.gate_up, layer.gate_up_bias, views.gate_up)
         silu_mul(views.gate_up_np, views.gated_np)
         _add_linear(views.x, views.gated, layer.down, layer.down_bias)
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return zeros that take memory as they are written, 4 KB at a time.
-
-    numpy's are backed by pages of 2 MB, so that the first slot of every row of keys would take the whole arena.
-    """
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)
-    return np.frombuffer(pages, dtype).reshape(shape)
 
 
 class _Layer:
