@@ -10,6 +10,7 @@ from tests.runtime.in_process import TestActors
 from tests.runtime.runs import Lopsided, TinyRecipe, pipeline
 from tests.runtime.test_pipeline import Result, assert_same, rows_of, run, stale
 from treering.engine.protocol import EngineStats
+from treering.engine.torch_engine import TorchEngine
 from treering.rl.rehearsal import Rehearsal
 from treering.runtime.pipeline import PipelineLoop
 
@@ -83,6 +84,24 @@ def test_wrong_rehearsals_cost_no_token(synchronous: Result, monkeypatch: pytest
     monkeypatch.setattr(Rehearsal, "end", end_wrong)
     with pipeline(num_steps=NUM_STEPS, num_workers=1, rehearse="on") as loop:
         assert_same(run(loop, NUM_STEPS), synchronous)
+
+
+@pytest.mark.parametrize("row_price", [1.0, 0.4])
+def test_where_a_row_takes_time_rehearsals_begin_once_no_rollout_runs(
+    monkeypatch: pytest.MonkeyPatch, row_price: float
+) -> None:
+    begin, num_running = Rehearsal.begin, []
+
+    def begin_counted(self: Rehearsal, engine: Any, requests: Any) -> None:
+        num_running.append(engine.num_unfinished)
+        begin(self, engine, requests)
+
+    monkeypatch.setattr(Rehearsal, "begin", begin_counted)
+    monkeypatch.setattr(TorchEngine, "row_price", row_price)
+    with pipeline(num_steps=NUM_STEPS, num_workers=1, rehearse="on") as loop:
+        run(loop, NUM_STEPS)
+    assert num_running
+    assert any(num_running) is (row_price < 1.0)
 
 
 def test_off_and_a_cpu_with_auto_rehearse_nothing() -> None:

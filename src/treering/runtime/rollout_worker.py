@@ -59,6 +59,7 @@ class StepEngine:
         self._engine: Engine | None = None
         self._before = self._begun = EngineStats()
         self._rehearsal = Rehearsal(settings.rehearse)
+        self._early: Sequence[Request] = ()
         self._lengths: list[int] = []
 
     @property
@@ -100,15 +101,23 @@ class StepEngine:
         self.engine.submit(with_rehearsed(requests, self._rehearsal.tokens))
 
     def rehearse(self, requests: Sequence[Request]) -> None:
-        """Let idle rows sample requests of the next step, as far as that pays."""
-        self._rehearsal.begin(self.engine, requests)
+        """Sample requests of the next step: in idle rows, or, where a row takes time, once no rollout runs."""
+        self._early = requests
+        self._begin_rehearsals()
 
     def note_ended(self, rollouts: Sequence[Rollout]) -> None:
         """Record the lengths of ended rollouts."""
         self._lengths += [rollout.num_tokens for rollout in rollouts]
+        self._begin_rehearsals()
+
+    def _begin_rehearsals(self) -> None:
+        if self._early and (self.engine.num_unfinished == 0 or self.engine.row_price < 1.0):
+            self._rehearsal.begin(self.engine, self._early)
+            self._early = ()
 
     def _end_rehearsals(self) -> None:
         """Take what was rehearsed since the step began, and learn how much of the previous rehearsals it kept."""
+        self._early = ()
         if self._engine is None or not self._rehearsal.is_on:
             return
         self._rehearsal.end(self._engine)
