@@ -41,6 +41,8 @@ TABLES = {
     "agents": ("name", "held_out_reward", "flat_tokens", "computed_tokens", "token_ratio", "num_rollouts", "num_equal"),
 }
 NUM_HALF_SEEDS = 8
+RUNS = (*product(TASKS, (1.0,)), ("sums", 0.7))
+"""Tasks and temperatures of part grpo."""
 HOSTED = ("trl", "vllm")
 PARTS = ("grpo", "exact", "half", "profile", "sft", "agents", "hour", *HOSTED)
 
@@ -57,12 +59,20 @@ def measure(
     model, size = fetched(SMOLLM2, LogConsole(quiet=True)), replace(SIZE, num_prompts=num_prompts)
     parts = chosen(only, PARTS)
     if "grpo" in parts:
-        for seed, task in product(range(num_seeds), TASKS):
-            target = folder / f"{task}-{seed}"
+        # Seed by seed, so that a run that is ended has whole ones.
+        for seed, (task, temperature) in product(range(num_seeds), RUNS):
+            name = f"{task}-{temperature:g}-{seed}"
             run = partial(
-                train_both, target, model, task, seed=seed, temperature=1.0, size=size, on_progress=on_progress
+                train_both,
+                folder / name,
+                model,
+                task,
+                seed=seed,
+                temperature=temperature,
+                size=size,
+                on_progress=on_progress,
             )
-            kept(folder / f"grpo-{task}-{seed}.json", run)
+            kept(folder / f"grpo-{name}.json", run)
     if "exact" in parts:
         kept(folder / "exact.json", lambda: distances(model, num_seeds=num_seeds, on_progress=on_progress))
     if "half" in parts:
@@ -80,7 +90,9 @@ def measure(
     if "hour" in parts:
         kept(folder / "hour.json", lambda: hour(folder / "hour", model, size=size, on_progress=on_progress))
     hosted = [part for part in HOSTED if part in parts and not (folder / f"{part}.json").exists()]
-    notes = [note for part in hosted for note in run_hosted(part, folder, model, size, on_progress)]
+    # 48 steps of 16 rollouts.
+    small = replace(size, prompts_per_step=2)
+    notes = [note for part in hosted for note in run_hosted(part, folder, model, small, on_progress)]
     if "agents" in parts and verifiers_python().is_file():
         kept(folder / "agents.json", lambda: measure_agents(folder / "agents", model, on_progress=on_progress))
     elif "agents" in parts:

@@ -30,16 +30,16 @@ from treering.train.loop.checkpoint import StepReport
 from treering.train.loop.sft import SftLoop
 
 WEIGHTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "full": {"optim": {"learning_rate": 5e-5}},
+    "full": {"optim": {"learning_rate": 1e-4}},
     "lora": {"lora": {"rank": 16}, "optim": {"learning_rate": 1e-3}},
 }
 """Settings by what is trained."""
 LAYOUTS = {"treering": "tree", "plain": "packed"}
 CUT = {"system": 800, "tool": 100}
 """Characters that are kept of messages, by role: schemas of tools and their results take most of the context."""
-MAX_CHARACTERS = 3_000
+MAX_CHARACTERS = 4_000
 """Length of a task's longest trajectory, so that all runs together take minutes; raise it with time at hand."""
-NUM_EPOCHS = 1
+NUM_EPOCHS = 2
 NUM_CHATS, MAX_TURN_TOKENS = 3, 96
 SERVED = "served"
 

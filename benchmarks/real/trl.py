@@ -131,7 +131,7 @@ def _grpo(model: Path, state: Path, way: str, size: DemoSize) -> Any:
         per_device_train_batch_size=size.prompts_per_step * size.group_size,
         num_generations=size.group_size,
         max_completion_length=MAX_NEW,
-        learning_rate=3e-6,
+        learning_rate=1e-5,
         max_steps=size.num_steps,
         gradient_checkpointing=False,
         # Part vllm samples with these weights.
