@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "figures"
 REAL = ROOT / "benchmarks" / "results" / "real.json"
 REHEARSAL = REAL.with_name("rehearsal.json")
-BLUE, ORANGE, GREEN, GREY, TEXT = "#0072b2", "#d55e00", "#009e73", "#9aa0a6", "#7a8088"
+BLUE, ORANGE, GREEN, PINK, GREY, TEXT = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#9aa0a6", "#7a8088"
 """Colours that colour-blind readers tell apart (Okabe and Ito)."""
 
 SEQUENCES = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8, 9], [1, 2, 3, 10, 11])
@@ -135,7 +135,7 @@ def draw_learning() -> str:
 def draw_forwards() -> str:
     """Tokens per forward and rollout by epoch when drafts come from one source, and from all."""
     tasks = json.loads(REAL.read_text(encoding="utf-8"))["tasks"]
-    colours = {"siblings": GREEN, "history": ORANGE, "own": GREY, "others": "#cc79a7", "all": BLUE}
+    colours = {"siblings": GREEN, "history": ORANGE, "own": GREY, "others": PINK, "all": BLUE}
     parts = [_text(0, 14, "Tokens per verification step by epoch and source of drafts", bold=True)]
     for number, row in enumerate(tasks):
         lines = {source: row["drafts_by_source"][source] for source in colours}
@@ -148,13 +148,13 @@ def draw_forwards() -> str:
 def draw_kept() -> str:
     """Share of rehearsed tokens that later weights keep, by the number of updates in between."""
     cells = json.loads(REHEARSAL.read_text(encoding="utf-8"))["change"]
-    colours = dict(zip((_name_of(cell) for cell in cells), (ORANGE, GREY, GREEN, BLUE), strict=True))
+    colours = dict(zip((_name_of(cell) for cell in cells), (ORANGE, PINK, GREY, GREEN, BLUE), strict=True))
     parts = [_text(0, 14, "SmolLM2-135M-Instruct: tokens kept after 1, 2, 4 and 8 updates", bold=True)]
     for number, temperature in enumerate(("1", "0.7")):
         kept = [[each["kept_share"] for each in cell["updates_apart"][temperature].values()] for cell in cells]
         lines = dict(zip(colours, kept, strict=True))
         title = f"temperature {temperature}"
-        parts += _chart(title, lines, colours, left=number * 215, ends=("1 update", "8"), low=0.5)
+        parts += _chart(title, lines, colours, left=number * 215, ends=("1 update", "8"))
     return _svg(640, 230, parts)
 
 

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,10 +33,13 @@ from treering.extras import require
 
 WAYS = {"grpo": ("stock", "shared", "engine", "drafts"), "sft": ("stock", "shared"), "dpo": ("stock", "shared")}
 """stock: TRL alone. shared: `share_prefixes`. engine: also `HistoryRollouts` without drafts. drafts: with them."""
+VLLM_WAYS = ("vllm", "vllm_drafts")
+"""Shared, with TRL's own vLLM, and with `vllm_drafts`; part vllm runs them, in whose environment both hosts are."""
 EXACT_STEPS = 3
-MAX_NEW = 24
+MAX_NEW, MAX_VLLM_LENGTH = 24, 128
 MAX_LENGTH, ROWS_PER_STEP = 1536, 2
 AGENTS = "toolbench_dfsdt", "tau_airline_gpt4o"
+_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 _COMMON = {
     "lr_scheduler_type": "constant",
     "model_init_kwargs": {"dtype": "float32"},
@@ -58,7 +62,7 @@ def measure(folder: Path, model: Path, *, size: DemoSize, on_progress: OnProgres
         states = {way: folder / f"{kind}-{way}" for way in ways}
         for way, state in states.items():
             on_progress(f"TRL: {kind}, {way}")
-            kept(state.with_suffix(".json"), partial(_alone, train, kind, way, model, state, size))
+            kept(state.with_suffix(".json"), partial(alone, train, kind, way, model, state, size))
         reports = {way: json.loads(state.with_suffix(".json").read_text())["found"] for way, state in states.items()}
         found[kind] = {way: {**summary(rows), "steps": rows} for way, rows in reports.items()}
         kept(folder / f"{kind}-apart.json", partial(_apart, states["stock"], states["shared"], model))
@@ -69,7 +73,7 @@ def measure(folder: Path, model: Path, *, size: DemoSize, on_progress: OnProgres
     return found
 
 
-def _alone(work: Callable[..., Any], *arguments: Any) -> Any:
+def alone(work: Callable[..., Any], *arguments: Any) -> Any:
     """Runs a function in a new process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, arguments)
@@ -96,7 +100,7 @@ def train(kind: str, way: str, model: Path, state: Path, size: DemoSize) -> list
     from treering.integrations.trl import share_prefixes
 
     state.mkdir(parents=True, exist_ok=True)
-    with labelled_positions_only():
+    with labelled_positions_only(), _on_cpu() if way in VLLM_WAYS else nullcontext():
         trainer = _MAKERS[kind](model, state, way, size)
         meter = meter_of(trainer, state if way in ("stock", "shared") else None)
         handle = None
@@ -115,7 +119,7 @@ def _grpo(model: Path, state: Path, way: str, size: DemoSize) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    from treering.integrations.trl import HistoryRollouts
+    from treering.integrations.trl import HistoryRollouts, vllm_drafts
 
     write_real_task(state, model, size, seed=0)
     lines = [json.loads(line) for line in (state / PROMPTS_FILE).read_text(encoding="utf-8").splitlines()]
@@ -126,8 +130,10 @@ def _grpo(model: Path, state: Path, way: str, size: DemoSize) -> Any:
         pairs = zip(answer, completions, strict=True)
         return [number_alone(SimpleNamespace(answer=right), said[0]["content"]) for right, said in pairs]
 
+    has_vllm = way in VLLM_WAYS
     args = GRPOConfig(
         output_dir=str(state / "out"),
+        **({"use_vllm": True, "vllm_max_model_length": MAX_VLLM_LENGTH} if has_vllm else {}),
         per_device_train_batch_size=size.prompts_per_step * size.group_size,
         num_generations=size.group_size,
         max_completion_length=MAX_NEW,
@@ -142,7 +148,14 @@ def _grpo(model: Path, state: Path, way: str, size: DemoSize) -> Any:
     )
     drafts = {"engine": "off", "drafts": "auto"}.get(way)
     rollouts = HistoryRollouts(drafts=drafts, num_threads=1) if drafts else None  # type: ignore[arg-type]
-    return GRPOTrainer(str(model), reward, args, data, rollout_func=rollouts)
+    with vllm_drafts(state / "history") if way == "vllm_drafts" else nullcontext():
+        return GRPOTrainer(str(model), reward, args, data, rollout_func=rollouts)
+
+
+def _on_cpu() -> AbstractContextManager[None]:
+    from tests.integrations.vllm.trl_on_cpu import trl_on_cpu
+
+    return trl_on_cpu()
 
 
 def _sft(model: Path, state: Path, *_: Any) -> Any:
@@ -236,6 +249,9 @@ def meter_of(trainer: Any, state: Path | None) -> Any:
             if "reward" in logs:
                 own["tokens"] = self._tokens
                 own["tokens_per_forward"] = logs.get("rollout/tokens_per_forward", 1.0)
+            if _DIFFERENCE in logs:
+                # Old weights in vLLM would show here.
+                own["logprob_difference"] = logs[_DIFFERENCE]
             if computed := logs.get("tree/tokens_computed"):
                 own |= {"flat_tokens": round(computed * logs["tree/token_ratio"]), "computed_tokens": round(computed)}
             self.rows.append(own)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.progress import OnProgress
+from benchmarks.real import trl
 from benchmarks.real.bench import kept
 from benchmarks.real.exact import requests_of
 from benchmarks.vllm.runs import Asked, Case, measure_epochs
@@ -48,7 +49,19 @@ def measure(folder: Path, model: Path, *, size: DemoSize, on_progress: OnProgres
         epochs = json.loads(file.read_text(encoding="utf-8"))["found"]
         rows.append({"method": name, "num_rows": num_rows, "temperature": temperature, "epochs": epochs})
     notes = [] if "suffix" in methods else ["suffix is left out: arctic-inference is not installed (docs/vllm.md)"]
-    return {"cases": rows, "notes": notes}
+    return {"trl": in_trl(folder, model, size, on_progress), "cases": rows, "notes": notes}
+
+
+def in_trl(folder: Path, model: Path, size: DemoSize, on_progress: OnProgress) -> dict[str, Any]:
+    """TRL's trainer of part trl with its own vLLM, without drafts and with `vllm_drafts`."""
+    found = {}
+    for way in trl.VLLM_WAYS:
+        on_progress(f"TRL: grpo, {way}")
+        file = folder / f"grpo-{way}.json"
+        kept(file, partial(trl.alone, trl.train, "grpo", way, model, folder / way, size))
+        steps = json.loads(file.read_text(encoding="utf-8"))["found"]
+        found[way] = {**trl.summary(steps), "steps": steps}
+    return found
 
 
 def weights_of(folder: Path, model: Path, num_epochs: int) -> list[Path]:

@@ -54,8 +54,10 @@ def trl_on_cpu() -> Iterator[None]:
 
 
 def _sync_weights(generation: Any) -> None:
-    """Run TRL's colocated update by the method that vLLM has on CPU."""
+    """Run TRL's colocated update by the method that vLLM has on CPU, which holds a tied head twice."""
     named = [(name, weight.detach().clone()) for name, weight in generation._iter_named_params()]
+    if generation.model.config.tie_word_embeddings:
+        named.append(("lm_head.weight", dict(named)["model.embed_tokens.weight"]))
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named)})
     generation.llm.reset_prefix_cache()
 
