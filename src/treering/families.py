@@ -1,7 +1,7 @@
 """The supported model families: one record for each `config.model_type`, which every package reads.
 
-A new family needs a record here, a test, and a row in docs/models.md. Users register their own families with
-`register_family`.
+A new family needs a record here, a model in `tests/models.py`, and a row in docs/models.md and in the README's list.
+Users register their own families with `register_family`.
 """
 
 from dataclasses import dataclass

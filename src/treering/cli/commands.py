@@ -1,6 +1,7 @@
 """Declare the subcommands with their arguments and help.
 
-Each one imports its own module when it runs, so `treering --help` is quick and loads no torch.
+None of the modules imported here needs torch, and a command imports what it needs when it runs, so `treering --help` is
+quick.
 """
 
 from pathlib import Path

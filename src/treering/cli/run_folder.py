@@ -97,7 +97,7 @@ def _check_names(folder: Path) -> None:
 
 
 @contextmanager
-def user_messages(console: Console) -> Iterator[None]:
+def warnings_on_console(console: Console) -> Iterator[None]:
     """Print the block's warnings, such as those about damaged checkpoints and logs, as plain lines."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)

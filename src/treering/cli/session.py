@@ -22,7 +22,7 @@ from treering.cli.display import RunDisplay, SavingNote
 from treering.cli.hub import find_model, is_hub_id, search_folders
 from treering.cli.model_card import model_card
 from treering.cli.ranks import is_first, joined
-from treering.cli.run_folder import HISTORY_FOLDER, locked, open_sinks, user_messages, write_settings
+from treering.cli.run_folder import HISTORY_FOLDER, locked, open_sinks, warnings_on_console, write_settings
 from treering.cli.signals import deferred_to
 from treering.config import Config, RlConfig, SftConfig
 from treering.config.model import ModelConfig
@@ -410,7 +410,7 @@ class TrainingRun(Generic[ReportT]):
 
     def open(self) -> None:
         """Open a new run, or load the newest checkpoint; name damaged ones on the console."""
-        with user_messages(self.console):
+        with warnings_on_console(self.console):
             self.opened = open_run(self.config.run.dir, self.loop, self.checkpoints)
         if self.checkpoints.group.rank == 0 and self.opened.step < self.num_steps:
             self.print_lines(self.checkpoints.check_space(self.loop.model))
@@ -446,10 +446,10 @@ class TrainingRun(Generic[ReportT]):
         if self.checkpoints.group.rank > 0:
             return Metrics([])
         settings = self.config.model_dump(mode="json")
-        with user_messages(self.console):
+        with warnings_on_console(self.console):
             return Metrics(open_sinks(self.config.metrics, self.config.run.dir, self.opened, settings))
 
-    def begin(
+    def prepare(
         self,
         metrics: Metrics,
         measure: Measure | None = None,
@@ -477,7 +477,7 @@ class TrainingRun(Generic[ReportT]):
             on_saved=SavingNote(self.console),
         )
 
-    def show(self, notes_of: Callable[[ReportT], Sequence[str]] = lambda report: ()) -> list[ReportT]:
+    def run_to_end(self, notes_of: Callable[[ReportT], Sequence[str]] = lambda report: ()) -> list[ReportT]:
         """Run the steps, show each with its notes, and save before a signal ends them."""
         reports = list[ReportT]()
         display = RunDisplay(

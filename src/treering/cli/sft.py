@@ -288,8 +288,8 @@ def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGro
     if held is not None:
         measure = HeldOutLoss(model, held.tasks, compute=config.options, layout=config.train.layout, group=group)
     with run.metrics() as metrics:
-        run.begin(metrics, measure)
-        reports = run.show(partial(_notes_of, corpus))
+        run.prepare(metrics, measure)
+        reports = run.run_to_end(partial(_notes_of, corpus))
     return summary_of(run, reports)
 
 

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.display import note_compiling, note_doing
 from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher, tokenizer_note
-from treering.cli.run_folder import WARMUP_FOLDER, user_messages
+from treering.cli.run_folder import WARMUP_FOLDER, warnings_on_console
 from treering.cli.session import (
     RunLength,
     TrainingRun,
@@ -251,8 +251,8 @@ def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console:
     )
     run.open()
     with run.metrics() as metrics:
-        run.begin(metrics)
-        run.show()
+        run.prepare(metrics)
+        run.run_to_end()
 
 
 def joined(tasks: Sequence[TrainingTask], size: int) -> list[TrainingTask]:
@@ -278,7 +278,7 @@ _EARLY = 10
 def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSummary:
     """Start or resume the run of a configuration, whose file is in the folder `config_dir`."""
     with open_training(config, config_dir=config_dir, console=console) as run:
-        reports = run.show(StepNotes(run.num_steps))
+        reports = run.run_to_end(StepNotes(run.num_steps))
     summary = summary_of(run, reports)
     total = summary.total
     if total.num_unscored and not total.num_rollouts:
@@ -326,11 +326,11 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
             warm_up(config, model, group, console)
         metrics, on_step = stack.enter_context(run.metrics()), None
         if group.rank == 0:
-            with user_messages(console):
+            with warnings_on_console(console):
                 on_step = step_logs(run, metrics, stack)
         # Evaluation runs in this process, even if the loop has workers.
         policy = loop.policy if isinstance(loop, RlLoop) else lambda: loop.model
-        run.begin(metrics, None if held is None else measure_rewards(config, held, policy, group), on_step)
+        run.prepare(metrics, None if held is None else measure_rewards(config, held, policy, group), on_step)
         yield run
 
 

@@ -1,8 +1,9 @@
-"""The only module that patches a model: inside `tree_attention`, attention follows the forest, not the packed order.
+"""Make a model's attention follow the forest, not the packed order, inside `tree_attention`.
 
-The patch is small and undone on exit: the name of the attention implementation, one hook per layer that passes it the
-forest, and the checkpointing functions. The layout reaches the layers as their `attention_mask`, so a recompute by any
-other attention implementation fails (see `TreeLayout.__torch_function__`) instead of using a wrong mask.
+`backward` and `forward` use it; `patch.py` is for the calls of other trainers. The patch is small and undone on exit:
+the name of the attention implementation, one hook per layer that passes it the forest, and the checkpointing functions.
+The layout reaches the layers as their `attention_mask`, so a recompute by any other attention implementation fails (see
+`TreeLayout.__torch_function__`) instead of using a wrong mask.
 """
 
 import threading

@@ -2,8 +2,7 @@
 
 Four implementations compute the same. On CUDA a linear head runs on kernels that touch its logits three times.
 Elsewhere: all rows at once, saving their logits; a linear head in chunks of rows, recomputing logits in the backward
-    and
-summing the weight gradient in place; any other head in checkpointed chunks.
+and summing the weight gradient in place; any other head in checkpointed chunks.
 
     R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
 """

@@ -111,7 +111,7 @@ class ThreePassScores(torch.autograd.Function):
         return (*sums.in_dtype(), None, None, None, None, None)
 
 
-LossOf = Callable[[slice, Tensor, Tensor], Tensor]
+LossOfTargets = Callable[[slice, Tensor, Tensor], Tensor]
 """(which targets, their log-probs, their entropies) -> their part of a loss, a scalar."""
 
 
@@ -132,7 +132,7 @@ class ThreePassLoss(torch.autograd.Function):
         pieces: tuple[RowChunk, ...],
         temperature: float,
         entropy_of: EntropyOf,
-        loss_of: LossOf,
+        loss_of: LossOfTargets,
     ) -> Tensor:
         from treering.model.head_kernels import write_gradient
 

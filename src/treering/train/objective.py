@@ -160,8 +160,7 @@ class Entries:
         state_values: the value head's output at the state before each token, [F], differentiable; given iff the
             objective needs "value".
         divergence: divergence from the teacher at the state before each token, [F], differentiable; given iff the
-            objective has a
-            `distillation`.
+            objective has a `distillation`.
         pairs: local branch numbers [P, 2]; given iff the scope is "pair".
     """
 
@@ -190,7 +189,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objective:
-    """Loss over branches; made by the functions of this package.
+    """Loss over branches; made by the functions of `treering.objectives`.
 
     Attributes:
         name: name of the function that made it.

@@ -52,7 +52,10 @@ def _never(record: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFormat:
-    """A format of records. A new format needs only a module in `adapters` that lists it in `FORMATS`.
+    """A format of records.
+
+    A new format needs a module in `adapters` that lists it in `FORMATS`, a record in `tests/data/formats/reading.py`,
+    and a row in docs/data.md.
 
     Example: `adapters/verl.py`.
     """
@@ -63,7 +66,9 @@ class RecordFormat:
     keys: tuple[tuple[str, ...], ...]
     """Groups of keys; a record has all keys of at least one group. Errors name the first group."""
     signs: tuple[tuple[int, Sign], ...]
-    """Rules that recognise a record, each with a rank. If rules of several formats hold, the lowest rank wins."""
+    """Rules that recognise a record, each with a rank. If rules of several formats hold, the lowest rank wins.
+
+    Ranks in use are between 10 and 101: `grep -rn signs= adapters`."""
     has_images: bool = False
     """Whether images in messages are read; see `record_images.with_images`."""
     has_traces: Callable[[Mapping[str, Any]], bool] = _never

@@ -1,7 +1,7 @@
 """The objectives by name: one file per loss, named after it, and those that users register.
 
-A loss is written for flat sequences and is evaluated on branch views of a forest; its denominators are in
-`treering.train.objective`.
+A loss is written for flat sequences and is evaluated on branch views of a forest. Its denominators are in
+`treering.train.entries`.
 """
 
 from collections.abc import Callable
