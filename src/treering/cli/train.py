@@ -216,8 +216,6 @@ def make_actors(runtime: RuntimeConfig) -> Actors:
         num_rollout_workers=runtime.workers,
         num_trainer_ranks=runtime.trainer_ranks,
         worker_cpus=runtime.worker_cpus or 1.0,
-        worker_gpus=runtime.worker_gpus,
-        trainer_gpus=runtime.trainer_gpus,
     )
 
 

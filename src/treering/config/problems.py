@@ -78,6 +78,8 @@ REMOVED = MappingProxyType(
         "rl.sharing": ("always", "every tree is shared"),
         "runtime.launcher": ("local", "Ray starts the processes"),
         "runtime.listen": ("127.0.0.1", "Ray listens"),
+        "runtime.trainer_gpus": (None, "workers and trainer ranks share the GPUs equally"),
+        "runtime.worker_gpus": (None, "workers and trainer ranks share the GPUs equally"),
         "task.cache": ("on", "name a folder of your own in TREERING_CACHE"),
         "task.episode_order": ("longest_first", "the longest start first"),
         "task.episodes_in_flight": ("auto", "twice engine.max_batch are"),

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.record import Config
-from treering.config.values import NonNegative, Positive
+from treering.config.values import Positive
 from treering.errors import ConfigError
 
 Schedule = Literal["fifo", "longest_first", "histopipe"]
@@ -24,7 +24,8 @@ class RuntimeConfig(Config):
     workers: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="Rollout workers, each a Ray actor (needs treering[ray]), in addition to a trainer and a reward "
-        "worker. 0: everything in this process, one phase after another (off-switch).",
+        "worker; workers and trainer ranks share the GPUs equally. 0: everything in this process, one phase after "
+        "another (off-switch).",
     )
     trainer_ranks: Annotated[int, Field(ge=1)] = Field(
         default=1,
@@ -51,14 +52,6 @@ class RuntimeConfig(Config):
         default=None,
         description="Logical CPUs that Ray reserves for each rollout worker, and threads of its engine unless "
         "engine.num_threads is set. None: one CPU, and an equal share of this machine's threads.",
-    )
-    worker_gpus: NonNegative | None = Field(
-        default=None,
-        description="GPUs that Ray reserves for each rollout worker; a fraction shares one. None: an equal share of "
-        "the available ones, at most one.",
-    )
-    trainer_gpus: NonNegative | None = Field(
-        default=None, description="GPUs that Ray reserves for each trainer process, likewise."
     )
 
     @model_validator(mode="after")

@@ -246,8 +246,6 @@ class RayActors:
         num_rollout_workers: int,
         num_trainer_ranks: int = 1,
         worker_cpus: float = 1.0,
-        worker_gpus: float | None = None,
-        trainer_gpus: float | None = None,
     ) -> None:
         """Set up without starting anything.
 
@@ -255,8 +253,6 @@ class RayActors:
             num_rollout_workers: number of the run's rollout workers.
             num_trainer_ranks: number of its trainer's ranks.
             worker_cpus: logical CPUs of a rollout worker; a trainer rank takes one, a reward worker none.
-            worker_gpus: GPUs of a rollout worker; None: an equal share of the cluster's, at most one.
-            trainer_gpus: GPUs of a trainer rank, likewise.
 
         Raises:
             MissingExtraError: if Ray is not installed.
@@ -268,11 +264,6 @@ class RayActors:
             "trainer": num_trainer_ranks,
         }
         self._cpus: Mapping[Kind, float] = {"rollout_worker": worker_cpus, "reward_worker": 0.0, "trainer": 1.0}
-        self._gpus: Mapping[Kind, float | None] = {
-            "rollout_worker": worker_gpus,
-            "reward_worker": 0.0,
-            "trainer": trainer_gpus,
-        }
         self._owns_ray = False
         self._classes: dict[Kind, Any] = {}
         self.is_one_host = True
@@ -294,8 +285,7 @@ class RayActors:
         self.is_one_host = len({node["NodeManagerAddress"] for node in nodes}) == 1
         gpus = self._gpus_by_kind(sum(float(node["Resources"].get("GPU", 0.0)) for node in nodes))
         try:
-            check_room("CPU", [node["Resources"].get("CPU", 0.0) for node in nodes], self._cpus, self._counts)
-            check_room("GPU", [node["Resources"].get("GPU", 0.0) for node in nodes], gpus, self._counts)
+            check_room([node["Resources"].get("CPU", 0.0) for node in nodes], self._cpus, self._counts)
         except ConfigError:
             self.close()
             raise
@@ -374,30 +364,29 @@ class RayActors:
             ) from error
 
     def _gpus_by_kind(self, num_gpus: float) -> dict[Kind, float]:
-        """Return the GPUs of a process of each kind; kinds without a setting share equally."""
-        num_takers = sum(self._counts[kind] for kind in self._counts if self._gpus[kind] is None)
+        """Return the GPUs of a process of each kind: an equal share, at most one; a reward worker has none."""
+        num_takers = self._counts["rollout_worker"] + self._counts["trainer"]
         share = 1.0 / max(1, math.ceil(num_takers / num_gpus)) if num_gpus else 0.0
-        return {kind: share if gpus is None else gpus for kind, gpus in self._gpus.items()}
+        return {"rollout_worker": share, "reward_worker": 0.0, "trainer": share}
 
 
-def check_room(resource: str, free: Sequence[float], needs: Mapping[Kind, float], counts: Mapping[Kind, int]) -> None:
-    """Check that every process fits a node, and that all of them fit the cluster.
+def check_room(free: Sequence[float], needs: Mapping[Kind, float], counts: Mapping[Kind, int]) -> None:
+    """Check that the CPUs of every process fit a node, and those of all of them fit the cluster.
 
     Raises:
         ConfigError: if they do not.
     """
     total = sum(counts[kind] * need for kind, need in needs.items())
-    setting = f"runtime.worker_{resource.lower()}s"
     if total > sum(free):
         raise ConfigError(
             f"{counts['rollout_worker']} rollout workers and {counts['trainer']} trainer ranks need {total:g} "
-            f"{resource}s, but the cluster has {sum(free):g}; lower {setting}, runtime.workers or "
+            f"CPUs, but the cluster has {sum(free):g}; lower runtime.worker_cpus, runtime.workers or "
             "runtime.trainer_ranks"
         )
     if max(needs.values()) > max(free, default=0.0):
         raise ConfigError(
-            f"a process must fit on one node, but one needs {max(needs.values()):g} {resource}s and no node has more "
-            f"than {max(free, default=0.0):g}; lower {setting}"
+            f"a process must fit on one node, but one needs {max(needs.values()):g} CPUs and no node has more "
+            f"than {max(free, default=0.0):g}; lower runtime.worker_cpus"
         )
 
 

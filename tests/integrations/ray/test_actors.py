@@ -184,10 +184,10 @@ def test_a_recipe_that_actors_cannot_import_is_refused(actors: RayActors) -> Non
         (
             [4.0, 4.0],
             3.0,
-            "3 rollout workers and 1 trainer ranks need 9 GPUs, but the cluster has 8; lower runtime.worker_g",
+            "3 rollout workers and 1 trainer ranks need 9 CPUs, but the cluster has 8; lower runtime.worker_c",
         ),
-        ([4.0] * 4, 5.0, "one needs 5 GPUs and no node has more than 4"),
-        ([], 1.0, "need 3 GPUs, but the cluster has 0"),
+        ([4.0] * 4, 5.0, "one needs 5 CPUs and no node has more than 4"),
+        ([], 1.0, "need 3 CPUs, but the cluster has 0"),
     ],
 )
 def test_what_a_cluster_or_a_node_has_no_room_for_is_refused_with_both_numbers(
@@ -196,7 +196,7 @@ def test_what_a_cluster_or_a_node_has_no_room_for_is_refused_with_both_numbers(
     needs: Any = {"rollout_worker": need, "reward_worker": 0.0, "trainer": 0.0}
     counts: Any = {"rollout_worker": 3, "reward_worker": 1, "trainer": 1}
     with pytest.raises(ConfigError, match=text):
-        check_room("GPU", free, needs, counts)
+        check_room(free, needs, counts)
 
 
 def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
