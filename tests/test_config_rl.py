@@ -135,7 +135,7 @@ def test_the_engine_s_settings_are_those_of_the_engine() -> None:
 
     parameters = inspect.signature(TorchEngine.__init__).parameters
     assert set(EngineConfig.model_fields) - {"kind", "verification"} == set(parameters) - {
-        "self", "model", "drafter", "version", "decode", "costs", "max_prefill",
+        "self", "model", "drafter", "version", "decode", "costs", "max_prefill", "seed",
     }  # fmt: skip
 
 

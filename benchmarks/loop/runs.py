@@ -122,7 +122,7 @@ def configuration(
             "staleness": variant.staleness,
             "seed": seed,
         },
-        "engine": {"max_batch": size.max_batch, "num_threads": 1, "seed": seed},
+        "engine": {"max_batch": size.max_batch, "num_threads": 1},
         "history": {"drafts": variant.drafts, "min_acceptance": 0.4},
         "optim": {"learning_rate": 2e-4, "betas": (0.9, 0.99)},
         "run": {"dir": run_dir},

@@ -60,7 +60,7 @@ REFUSED = {
     },
     "train": {
         "task.max_prompts=4": r"task \(p.jsonl\) has changed",
-        "engine.seed=1": "engine.seed is 0 there and 1 here",
+        "rl.seed=1": "rl.seed is 0 there and 1 here; set",
         "rl.group_size=4": "rl.group_size is 3 there and 4 here",
         "sampling.temperature=0.5": "sampling.temperature is 1.0 there and 0.5 here",
         "optim.learning_rate=1e-3": "optim.learning_rate is 0.01 there and 0.001 here",
@@ -88,7 +88,7 @@ def test_settings_that_change_only_memory_speed_or_length_may_change(name: str, 
 
 PASSED = {
     "sft": ("model.dtype=bfloat16", "train.seed=1", "train.num_epochs=1"),
-    "train": ("model.dtype=bfloat16", "rl.seed=1", "engine.seed=1", "sampling.temperature=0.5", "optim.warmup_steps=3"),
+    "train": ("model.dtype=bfloat16", "rl.seed=1", "sampling.temperature=0.5", "optim.warmup_steps=3"),
 }
 
 

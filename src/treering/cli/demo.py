@@ -429,7 +429,7 @@ def write_config(out: Path, size: DemoSize, own: Sections, *, side: Side, seed: 
             "layout": "tree" if ours else "packed",
             "seed": seed,
         },
-        "engine": {"max_batch": size.max_batch, "seed": seed},
+        "engine": {"max_batch": size.max_batch},
         "history": {"drafts": "on", "min_acceptance": 0.4} if ours else {"drafts": "off"},
         "run": {"dir": str(out / side), **own["run"]},
     }

@@ -101,7 +101,7 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
             drafter,
             max_batch=engine.max_batch,
             max_tokens=num_slots,
-            seed=engine.seed,
+            seed=config.rl.seed,
             version=version,
             decode=source.decode,
             num_threads=_engine_threads(config, model),
@@ -125,7 +125,7 @@ def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) 
             llm(),
             model,
             version=version,
-            seed=config.engine.seed,
+            seed=config.rl.seed,
             decode=source.decode,
             truncated="recompute" if config.rl.old_logprobs == "recomputed" else "refuse",
             verification=config.engine.verification,
@@ -224,7 +224,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         **(_environment_identity(task) if task.runs_episodes else {}),
         **({} if source.columns_digest is None else {"task.file": source.columns_digest}),
         **(section_identity("task.judge", task.judge, free=_JUDGE_FREE) if task.uses_judge else {}),
-        "engine.seed": config.engine.seed,
+        "engine.seed": config.rl.seed,
         "engine.kind": config.engine.kind,
         **section_identity("warmup", config.warmup),
         **section_identity("sampling", config.sampling),
@@ -307,7 +307,8 @@ def measure_rewards(
     own = config.model_copy(
         update={
             "sampling": Sampling(max_tokens=max_tokens),
-            "engine": config.engine.model_copy(update={"seed": eval_seed(config.engine.seed), "max_tokens": None}),
+            "rl": config.rl.model_copy(update={"seed": eval_seed(config.rl.seed)}),
+            "engine": config.engine.model_copy(update={"max_tokens": None}),
             "history": config.history.changed(drafts="off"),
         }
     )

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.record import Config
-from treering.config.values import Count, Positive, Seed
+from treering.config.values import Count, Positive
 from treering.errors import ConfigError
 from treering.types import MAX_TOKEN_ID
 
@@ -142,9 +142,6 @@ class EngineConfig(Config):
         default="rejection",
         description="With vllm and drafts. rejection: vLLM's own, exact in distribution. exact: the same tokens as "
         "without drafts; on CPU only, and necessary there with released builds.",
-    )
-    seed: Seed = Field(
-        default=0, description="Seed of the noise, which is a function of seed, prompt, draw and position."
     )
 
 

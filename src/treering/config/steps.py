@@ -64,7 +64,9 @@ class StepsOptions(ComputeOptions):
         description="tree: compute each token that a task's sequences share once. joined: also tokens that tasks of "
         "a step share, such as a system prompt; on one rank. packed: every sequence separately (off-switch).",
     )
-    seed: Seed = Field(default=0, description="Seed of the random model's weights and of the order of the data.")
+    seed: Seed = Field(
+        default=0, description="Seed of the random model's weights, of the data's order and of the noise of sampling."
+    )
     distill: DistillOptions | None = Field(
         default=None,
         exclude=True,

@@ -464,9 +464,10 @@ def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
         for key in keys
         if found.get(key) != expected.get(key) and not (key not in expected and holds_still(key, found[key]))
     ]
-    if any(one.startswith("lora.target_modules ") for one in differing):
-        # The frozen weights, and so their checksum, follow from it.
-        differing = [one for one in differing if not one.startswith("lora.base ")]
+    # The checksum of frozen weights follows from their modules, and the seed of the noise from the run's.
+    for cause, effect in (("lora.target_modules ", "lora.base "), ("rl.seed ", "engine.seed ")):
+        if any(one.startswith(cause) for one in differing):
+            differing = [one for one in differing if not one.startswith(effect)]
     if differing:
         raise StateError(
             f"a run must resume with its first settings, and {where} belongs to another run: {'; '.join(differing)}; "
