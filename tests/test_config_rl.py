@@ -146,6 +146,11 @@ def test_the_engine_s_settings_are_those_of_the_engine() -> None:
         (["engine.kind=vllm", "sampling.top_k=5"], 'rl.old_logprobs = "recomputed"'),
         (["engine.kind=vllm", "sampling.repetition_penalty=1.1"], 'rl.old_logprobs = "recomputed"'),
         (["engine.verification=exact"], 'only for engine.kind = "vllm"'),
+        (["engine.kind=vllm", "rl.rehearse=on"], r"got \('rejection', 'on'\)"),
+        (
+            ["engine.kind=vllm", "rl.rehearse=on", "engine.verification=exact", "history.drafts=off"],
+            r"got \('exact', 'off'\); set both",
+        ),
     ],
 )
 def test_settings_of_the_other_engine_are_refused(settings: list[str], message: str) -> None:

@@ -88,13 +88,21 @@ def make_loop(case: RlCase, *, on_ranks: bool, seed: int = 0) -> RlLoop:
     mode = None if case.model == "whole" or not on_ranks else case.model
     max_tokens = MAX_TOKENS if mode == "gathered" else "auto"
     is_distilled = case.engine == "distilled"
+    # Against one process without them.
+    rehearse = "on" if on_ranks and case.engine == "adapters" else "off"
     distill = DistillOptions(divergence="jsd", weight=0.5) if is_distilled else None
     return RlLoop(
         model,
         TinyTask(),
         make_engine,
         optim=PLAIN,
-        options=options(prompts_per_step=3, ranks=mode or "gathered", max_batch_tokens=max_tokens, distill=distill),
+        options=options(
+            prompts_per_step=3,
+            ranks=mode or "gathered",
+            max_batch_tokens=max_tokens,
+            distill=distill,
+            rehearse=rehearse,
+        ),
         drafting=eager() if case.engine == "drafting" else None,
         # Each rank holds the whole teacher.
         teacher=build_float64(seed=2) if is_distilled else None,

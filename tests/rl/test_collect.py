@@ -3,6 +3,7 @@
 import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -312,3 +313,20 @@ def test_the_order_of_starts_changes_no_group(max_batch: int) -> None:
     assert results["by_prompt"] == results["by_sample"] == [[[1, 2], [2, 2], [3, 2]]] * 2
     assert started["by_prompt"] == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
     assert started["by_sample"] == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize("stop", [None, KeyboardInterrupt])
+def test_an_engine_expects_no_more_requests_while_a_step_is_collected(stop: type[BaseException] | None) -> None:
+    engine = ScriptedEngine(countdown, max_batch=2)
+    expected: list[bool] = []
+
+    def note(number: int) -> None:
+        expected.append(engine.expects_more)
+        if stop is not None and number:
+            raise stop
+
+    with nullcontext() if stop is None else pytest.raises(stop):
+        collect(engine, Fake(), PROMPTS, {}, group_size=2, sampling=SAMPLING, on_progress=note)
+    assert expected
+    assert not any(expected)
+    assert engine.expects_more

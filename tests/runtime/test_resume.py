@@ -74,6 +74,19 @@ def test_a_stale_run_resumes_bitwise(
     assert second.account == whole.account
 
 
+def test_a_resumed_run_with_rehearsals_samples_the_same_tokens(tmp_path: Path) -> None:
+    # Rehearsed tokens stay in the workers and are lost, so the resumed step rounds as without them.
+    with pipeline(num_steps=NUM_STEPS, num_workers=1, rehearse="on") as whole:
+        expected = train(whole, tmp_path / "whole")
+    with pipeline(num_steps=NUM_STEPS, num_workers=1, rehearse="on") as first:
+        rows = train(first, tmp_path / "stopped", stop_after=3)
+    with pipeline(num_steps=NUM_STEPS, num_workers=1, rehearse="on") as second:
+        rows += train(second, tmp_path / "stopped")
+    assert rows == expected
+    for name, tensor in whole.model.state_dict().items():
+        assert (second.model.state_dict()[name] - tensor).abs().max() <= CLOSE, name
+
+
 def test_a_run_changes_between_one_process_and_several(tmp_path: Path) -> None:
     expected = train(sampling_loop(build_float64("llama")), tmp_path / "plain")
     rows = train(sampling_loop(build_float64("llama")), tmp_path / "mixed", stop_after=2)

@@ -134,10 +134,11 @@ class RlConfig(Config):
             )
         if engine.kind == "vllm":
             check_vllm(engine, self.sampling, old_logprobs=self.rl.old_logprobs)
-        if engine.kind == "vllm" and self.rl.rehearse == "on" and engine.verification != "exact":
+        given = engine.verification, self.history.drafts
+        if engine.kind == "vllm" and self.rl.rehearse == "on" and given != ("exact", "on"):
             raise ConfigError(
                 'rl.rehearse = "on" draws rehearsed tokens again with their own noise, which vLLM does only with '
-                f'engine.verification = "exact", got {engine.verification!r}; set it, or rl.rehearse = "off"'
+                f'engine.verification = "exact" and history.drafts = "on", got {given}; set both, or rehearse = "off"'
             )
         return self
 

@@ -406,8 +406,8 @@ class Engine(ABC):
     Each engine declares in `keeps` how exactly.
     """
 
-    _is_generating = False
-    """Whether `generate` runs, so that no further requests are expected."""
+    expects_more = True
+    """Whether requests may follow before those that run have ended; without, drafts are weighed row by row."""
 
     @property
     @abstractmethod
@@ -516,12 +516,12 @@ class Engine(ABC):
         """
         requests = as_requests(requests)
         self.submit(requests)
-        self._is_generating = True
+        self.expects_more = False
         try:
             while self.num_unfinished:
                 yield from self.step()
         finally:
-            self._is_generating = False
+            self.expects_more = True
             self.abort([request.key for request in requests])
 
 

@@ -342,7 +342,7 @@ class TorchEngine(Engine):
             leaders,
             has_prefill=not is_steady or table.has_missing(),
             without=None if is_alone else is_early | has_chain,
-            is_last=self._is_generating and not self._waiting and is_alone,
+            is_last=not self.expects_more and not self._waiting and is_alone,
         )
         proposed = with_chains(drafts, chains) if chains else drafts
         num_verified = sum(chain.size for chain in chains.values())

@@ -262,6 +262,7 @@ def collect(
     run = Collection(prompts, draws, group_size=group_size, sampling=sampling)
     requests = with_rehearsed(run.requests(order), rehearsed)
     engine.submit(requests)
+    engine.expects_more = False
     try:
         while engine.num_unfinished > 0:
             if on_progress is not None:
@@ -280,6 +281,8 @@ def collect(
     except BaseException:
         engine.abort([request.key for request in requests])
         raise
+    finally:
+        engine.expects_more = True
     return run.result()
 
 

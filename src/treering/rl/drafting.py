@@ -48,10 +48,17 @@ class Drafting:
         """Published indexes, current also after `load`; this makes a `Drafting` a `SnapshotSource`."""
         return self.store.snapshot
 
-    def add(self, rollout: Rollout) -> None:
-        """Add a finished rollout. If its prompt had no history, its siblings soon draft from it."""
+    def add(self, rollout: Rollout, rest: TokenIds | None = None) -> None:
+        """Add a finished rollout. If its prompt had no history, its siblings soon draft from it.
+
+        Args:
+            rollout: the rollout.
+            rest: its rehearsed tokens after the first change, which count as one more rollout of its prompt.
+        """
         version = int(rollout.versions.max(initial=0))
         self.store.add(rollout.prompt_id, [rollout.tokens], version)
+        if rest is not None and rest.size > 0:
+            self.store.add(rollout.prompt_id, [rest], version)
         # A prompt that earlier steps filled gains too little from a few siblings to rebuild its index within the step.
         if rollout.prompt_id in self._new or not self.knows(rollout.prompt_id):
             self._new.add(rollout.prompt_id)
@@ -61,11 +68,6 @@ class Drafting:
             self.store.publish()
             self._num_published += self._num_unpublished
             self._num_unpublished = 0
-
-    def add_rest(self, rollout: Rollout, tokens: TokenIds) -> None:
-        """Add the rehearsed tokens of a finished rollout after its first change, as one more rollout of its prompt."""
-        if tokens.size > 0:
-            self.store.add(rollout.prompt_id, [tokens], int(rollout.versions.max(initial=0)))
 
     def knows(self, prompt_id: PromptId) -> bool:
         """Return whether a prompt has published history."""

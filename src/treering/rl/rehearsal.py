@@ -52,10 +52,9 @@ class Rehearsal:
         self._num_kept = self._num_changed = self._length = 0.0
         self._num_rests = 0
 
-    @property
-    def is_on(self) -> bool:
-        """Whether anything may be rehearsed."""
-        return self._mode != "off"
+    def is_on(self, engine: Engine) -> bool:
+        """Return whether an engine may rehearse: with "auto" not where each row takes time."""
+        return self._mode == "on" or (self._mode == "auto" and engine.row_price < 1.0)
 
     def begin(self, engine: Engine, requests: Sequence[Request]) -> None:
         """Let an engine rehearse the requests of the next batch that pay, in order."""
@@ -97,10 +96,10 @@ class Rehearsal:
         self._num_kept, self._num_changed, self._length, self._num_rests = state["counts"]
 
     def _chosen(self, engine: Engine, requests: Sequence[Request]) -> Sequence[Request]:
-        if self._mode != "auto":
-            return requests if self.is_on else ()
-        if engine.row_price >= 1.0:
+        if not self.is_on(engine):
             return ()
+        if self._mode == "on":
+            return requests
         if self._num_kept + self._num_changed < _ENOUGH * _KEPT_COUNTS**_REST:
             return requests[:_FEW]
         if kept_share(self._change, self._length) > engine.row_price:

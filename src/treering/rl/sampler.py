@@ -19,7 +19,7 @@ from treering.rl.environments.environment import EnvironmentTask
 from treering.rl.rehearsal import Rehearsal
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.progress import OnProgress, PhaseProgress
-from treering.types import PromptId
+from treering.types import PromptId, TokenIds
 
 
 def with_stops(sampling: Sampling, task: Task) -> Sampling:
@@ -147,14 +147,14 @@ class Sampler:
             StateError: too many episodes failed, or one blocks the others.
         """
         own = prompts[self._group.rank :: self._group.size]
-        finished: list[Rollout] = []
+        finished: list[tuple[Rollout, TokenIds]] = []
         progress = PhaseProgress("sampling", len(own) * self._options.group_size, on_progress)
 
         def remember(rollout: Rollout) -> None:
-            finished.append(rollout)
+            rest = self.rehearsal.rest_of(rollout)
+            finished.append((rollout, rest))
             if self._drafting is not None:
-                self._drafting.add(rollout)
-                self._drafting.add_rest(rollout, self.rehearsal.rest_of(rollout))
+                self._drafting.add(rollout, rest)
 
         is_environment = isinstance(self._task, EnvironmentTask)
         num_episodes = len(prompts) * self._options.group_size
@@ -164,7 +164,7 @@ class Sampler:
             else partial(collect, order=self._order(own), rehearsed=self.rehearsal.tokens)
         )
         before = engine.stats
-        rehearses = self.rehearsal.is_on and not is_environment
+        rehearses = self.rehearsal.is_on(engine) and not is_environment
         if rehearses:
             self.rehearsal.begin(engine, self._early_requests(prompts, following, draws))
         try:
@@ -205,15 +205,17 @@ class Sampler:
         own = following[self._group.rank :: self._group.size]
         return Collection(own, after, group_size=self._options.group_size, sampling=self._sampling).requests()
 
-    def _joined(self, prompts: Sequence[Prompt], own: Collected, finished: Sequence[Rollout]) -> Collected:
+    def _joined(
+        self, prompts: Sequence[Prompt], own: Collected, finished: Sequence[tuple[Rollout, TokenIds]]
+    ) -> Collected:
         """Return the groups of all ranks, and add the rollouts of other ranks to the history, rank by rank."""
         if self._group.size == 1:
             return own
         parts = self._group.gather((own, finished))
         if self._drafting is not None:
             for rank, (_, rollouts) in enumerate(parts):
-                for rollout in rollouts if rank != self._group.rank else ():
-                    self._drafting.add(rollout)
+                for rollout, rest in rollouts if rank != self._group.rank else ():
+                    self._drafting.add(rollout, rest)
         joined = join(prompts, [collected for collected, _ in parts])
         if isinstance(self._task, EnvironmentTask):
             num_episodes = len(prompts) * self._options.group_size

@@ -118,7 +118,7 @@ class StepEngine:
     def _end_rehearsals(self) -> None:
         """Take what was rehearsed since the step began, and learn how much of the previous rehearsals it kept."""
         self._early = ()
-        if self._engine is None or not self._rehearsal.is_on:
+        if self._engine is None or not self._rehearsal.is_on(self._engine):
             return
         self._rehearsal.end(self._engine)
         self._rehearsal.note(self._engine.stats.since(self._begun), self._lengths, RankGroup())

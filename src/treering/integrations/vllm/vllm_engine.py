@@ -183,6 +183,13 @@ class VLLMEngine(Engine):
         return finished + self._advance() if self._running or self._rehearsing else finished
 
     @property
+    def row_price(self) -> float:
+        """Cost of a rehearsed token relative to a decoded one; 1.0 without exact verification, and on a CPU."""
+        from vllm.platforms import current_platform
+
+        return 0.4 if self._rehearses and not current_platform.is_cpu() else 1.0
+
+    @property
     def is_rehearsing(self) -> bool:
         """Whether `step` has rehearsals to continue."""
         return bool(self._rehearsing or self._waiting_rehearsals)
