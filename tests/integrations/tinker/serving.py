@@ -1,5 +1,8 @@
 """A server of a tiny model for Tinker's own client."""
 
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +24,8 @@ from treering.serving.tinker.routes import TinkerOptions, TinkerRoutes
 NAME = "tiny/model"
 NUM_POSITIONS = 64
 EOS = 31
+PROMPT = [3, 5, 7, 2]
+ADAM = tinker.AdamParams(learning_rate=1e-2)
 
 
 @contextmanager
@@ -55,3 +60,21 @@ def datum(tokens: list[int], **inputs: Any) -> tinker.Datum:
         model_input=tinker.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": tokens[1:], **inputs},
     )
+
+
+def ask(url: str, path: str, body: Any, method: str = "POST", **headers: str) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/api/v1/{path}", data, headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.loads(response.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def batch() -> list[tinker.Datum]:
+    return [datum([*PROMPT, 1, 4], weights=[0.0, 0, 0, 1, 1]), datum([*PROMPT, 9], weights=[0.0, 0, 0, 1])]
+
+
+def loss_of(result: Any) -> float:
+    return float(result.metrics["loss:sum"])

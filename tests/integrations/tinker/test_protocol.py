@@ -1,10 +1,7 @@
 """Tinker's own client trains and samples here as its protocol specifies."""
 
-import json
 import threading
 import time
-import urllib.error
-import urllib.request
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +17,23 @@ pytest.importorskip("tinker", reason="needs Tinker's client: make tinker-test")
 import tinker
 from tinker import types
 
-from tests.integrations.tinker.serving import EOS, NAME, NUM_POSITIONS, client, datum, serving
+from tests.integrations.tinker.serving import (
+    ADAM,
+    EOS,
+    NAME,
+    NUM_POSITIONS,
+    PROMPT,
+    ask,
+    batch,
+    client,
+    datum,
+    loss_of,
+    serving,
+)
 from treering.serving.tinker.routes import TinkerRoutes
 from treering.serving.tinker.training_thread import Job
 
-PROMPT = [3, 5, 7, 2]
 NO_PATH = f"tinker://{'0' * 32}:train:0/weights/x"
-ADAM = types.AdamParams(learning_rate=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +45,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Tink
 @pytest.fixture(scope="module")
 def service(server: tuple[str, TinkerRoutes]) -> tinker.ServiceClient:
     return client(server[0])
-
-
-def ask(url: str, path: str, body: Any, method: str = "POST", **headers: str) -> tuple[int, Any]:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"{url}/api/v1/{path}", data, headers=headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.loads(response.read() or b"{}")
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
-def batch() -> list[tinker.Datum]:
-    return [datum([*PROMPT, 1, 4], weights=[0.0, 0, 0, 1, 1]), datum([*PROMPT, 9], weights=[0.0, 0, 0, 1])]
-
-
-def loss_of(result: Any) -> float:
-    return float(result.metrics["loss:sum"])
 
 
 def test_training_lowers_the_loss_and_changes_what_is_sampled(service: tinker.ServiceClient) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from torch import nn
@@ -50,7 +50,9 @@ POLL_S = 20.0
 _MAX_TTL_S = 10**9
 _ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 _RUN = re.compile(r"[0-9a-f]{32}:train:\d{1,9}", re.ASCII)
+T = TypeVar("T")
 _Answer = Callable[[Fields], Awaitable[dict[str, Any]]]
+_Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +104,26 @@ class TinkerRoutes:
 
         root = "/api/v1/"
 
-        def body(answer: _Answer) -> Callable[["web.Request"], Awaitable["web.StreamResponse"]]:
+        def body(answer: _Answer) -> _Handler:
             async def respond(request: "web.Request") -> "web.Response":
                 return web.json_response(await answer(Fields(await server.read_json(request), "the body")))
 
             return server.guarded(respond)
 
-        def path(answer: Callable[..., Any]) -> Callable[["web.Request"], Awaitable["web.StreamResponse"]]:
+        def path(answer: Callable[..., Any]) -> _Handler:
             async def respond(request: "web.Request") -> "web.Response":
                 found = answer(*request.match_info.values())
                 return web.json_response(found) if found is not None else web.Response(status=204)
+
+            return server.guarded(respond)
+
+        def pages(name: str, find: Callable[[], list[T]], card: Callable[[T], Any]) -> _Handler:
+            async def respond(request: "web.Request") -> "web.Response":
+                found = find()
+                limit, offset = (_count(request.query, *each) for each in (("limit", len(found)), ("offset", 0)))
+                cursor = {"limit": limit, "offset": offset, "total_count": len(found)}
+                shown = [card(each) for each in found[offset : offset + limit]]
+                return web.json_response({name: shown, "cursor": cursor})
 
             return server.guarded(respond)
 
@@ -151,8 +163,8 @@ class TinkerRoutes:
             web.get(root + "healthz", path(lambda: {"status": "ok"})),
             web.get(root + "get_server_capabilities", path(self._capabilities)),
             web.get(root + "samplers/{id}", path(self._get_sampler)),
-            web.get(root + "training_runs", path(self._runs)),
-            web.get(root + "checkpoints", path(lambda: self._list("*"))),
+            web.get(root + "training_runs", pages("training_runs", self._runs, self._run)),
+            web.get(root + "checkpoints", pages("checkpoints", lambda: self._saved("*"), SavedModel.card)),
             web.get(run, path(self._run)),
             web.get(run + "/checkpoints", path(self._list)),
             web.delete(run + "/checkpoints/{kind}/{name}", path(self._delete)),
@@ -581,10 +593,8 @@ class TinkerRoutes:
         saved = self._checkpoints.find(fields.need("tinker_path", str), checks=False)
         return _about(saved.facts)
 
-    def _runs(self) -> dict[str, Any]:
-        runs = sorted({saved.path.split("/")[2] for saved in self._checkpoints.all()})
-        cursor = {"offset": 0, "limit": max(1, len(runs)), "total_count": len(runs)}
-        return {"training_runs": [self._run(run) for run in runs], "cursor": cursor}
+    def _runs(self) -> list[str]:
+        return sorted({saved.path.split("/")[2] for saved in self._checkpoints.all()})
 
     def _run(self, run: str) -> dict[str, Any]:
         saved = self._saved(run)
@@ -625,6 +635,13 @@ def _about(facts: Mapping[str, Any]) -> dict[str, Any]:
     rank = options.pop("rank")
     kinds = {name: options[name] for name in ("train_mlp", "train_attn", "train_unembed")}
     return {"base_model": facts["base_model"], "is_lora": rank > 0, **({"lora_rank": rank, **kinds} if rank else {})}
+
+
+def _count(query: Mapping[str, str], name: str, default: int) -> int:
+    given = query.get(name, str(default))
+    if re.fullmatch(r"\d{1,9}", given, re.ASCII) is None:
+        raise InputError(f"{name} must be a number of at most nine digits, got {given!r:.80}")
+    return int(given)
 
 
 def _check_adam(fields: Fields) -> None:
