@@ -175,7 +175,7 @@ def test_a_hub_id_trains_as_its_folder_does(hub_commands: Commands, cache: Path)
 def test_a_teacher_is_found_by_its_id(hub_commands: Commands, cache: Path) -> None:
     add_to_cache(cache, save_model(hub_commands.folder / "m"), commit=FIRST)
     student = save_model(hub_commands.folder / "s", seed=1)
-    hub_commands.done("sft", f"model.path={student}", "teacher.path=org/tiny", "train.objective=distill")
+    hub_commands.done("sft", f"model.path={student}", "teacher.path=org/tiny")
     identity = json.loads((hub_commands.folder / "out" / "run.json").read_text())
     assert (identity["teacher.path"], identity["teacher.revision"]) == (ID, FIRST)
 

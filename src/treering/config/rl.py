@@ -108,7 +108,19 @@ class RlConfig(Config):
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
-        check_teacher(self.teacher, section="rl", objective=self.rl.objective)
+        teacher, is_distilled = self.teacher, self.rl.objective == "distill"
+        if is_distilled and teacher.path is None:
+            raise ConfigError(
+                'rl.objective = "distill" needs a teacher, and teacher.path is not set; set it to a Hugging Face model '
+                "folder"
+            )
+        check_teacher(teacher)
+        if teacher.is_set and is_distilled != (teacher.weight is None):
+            raise ConfigError(
+                "teacher.weight adds the divergence to another objective, got rl.objective = "
+                f'"{self.rl.objective}" with teacher.weight = {teacher.weight}; set rl.objective = "distill" without a '
+                "weight, or another with one"
+            )
         if self.teacher.is_set and self.runtime.workers > 0:
             raise ConfigError(
                 f"a teacher runs in the process of the loop, got runtime.workers = {self.runtime.workers}; set "

@@ -99,10 +99,6 @@ class SftOptions(StepsOptions):
         description="Tasks per optimizer step, each one tree. auto: 8, or fewer if an epoch would have less than 16 "
         "steps.",
     )
-    objective: Literal["sft", "distill"] = Field(
-        default="sft",
-        description="sft: negative log-probability of each trained token. distill: divergence from [teacher].",
-    )
     shared: Literal["sum", "once"] = Field(
         default="sum",
         description="sum: a shared token counts once per branch, as in flat training. once: it counts one time.",
@@ -190,7 +186,7 @@ class SftConfig(Config):
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
-        check_teacher(self.teacher, section="train", objective=self.train.objective)
+        check_teacher(self.teacher)
         if self.teacher.is_set and self.data.source == "generated":
             raise ConfigError(
                 'a teacher needs the token ids of its tokenizer, and data.source = "generated" has others; name files'

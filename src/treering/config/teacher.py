@@ -13,7 +13,7 @@ class DistillOptions(Config):
     """A teacher with the student's tokenizer, and the divergence from it."""
 
     path: ModelPath | None = Field(
-        default=None, description='Hugging Face model folder or hub id; needed for objective = "distill".'
+        default=None, description='Hugging Face model folder or hub id; needed for rl.objective = "distill".'
     )
     revision: Revision = None
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
@@ -34,7 +34,8 @@ class DistillOptions(Config):
     )
     weight: Positive | None = Field(
         default=None,
-        description='Factor of the divergence added to another objective; unset for objective = "distill".',
+        description="Factor of the divergence, which is added to the loss; none: the divergence is the whole loss, in "
+        '[rl] with objective = "distill".',
     )
 
     @property
@@ -52,27 +53,11 @@ class DistillOptions(Config):
         return self
 
 
-def check_teacher(teacher: DistillOptions, *, section: str, objective: str) -> None:
-    """Refuse a teacher that no loss uses, and a loss without its teacher.
-
-    Args:
-        teacher: the section.
-        section: name of the section with the objective.
-        objective: the run's objective.
+def check_teacher(teacher: DistillOptions) -> None:
+    """Refuse settings of a teacher without its model.
 
     Raises:
-        ConfigError: settings that contradict each other.
+        ConfigError: `teacher.path` is not set, and another setting is.
     """
-    if objective == "distill" and teacher.path is None:
-        raise ConfigError(
-            f'{section}.objective = "distill" needs a teacher, and teacher.path is not set; set it to a Hugging Face '
-            "model folder"
-        )
     if teacher.is_set and teacher.path is None:
         raise ConfigError("[teacher] is set without teacher.path; set it to a Hugging Face model folder")
-    if teacher.is_set and (objective == "distill") != (teacher.weight is None):
-        raise ConfigError(
-            f"teacher.weight adds the divergence to another objective, got {section}.objective = "
-            f'"{objective}" with teacher.weight = {teacher.weight}; set {section}.objective = "distill" without a '
-            "weight, or another with one"
-        )

@@ -139,7 +139,12 @@ class Trainer:
             UnsupportedError: router losses for a model without routers, or a model that cannot recompute activations.
         """
         check_routers(model, options.router_losses)
-        check_teacher(model, teacher, options, options.objective)
+        check_teacher(model, teacher, options)
+        if (options.objective == "distill") != (options.distill is not None and options.distill.weight is None):
+            raise ConfigError(
+                'objective = "distill" trains only the divergence, and needs distill=DistillOptions(...) without a '
+                f'weight; got "{options.objective}" with distill={options.distill}'
+            )
         # Let the objective refuse wrong clips, divisors and caps now, before the first rollouts.
         self._weighting = weighting_of(options)
         self._teacher = teacher

@@ -11,7 +11,7 @@ from treering.config.model import ModelConfig
 from treering.errors import InputError, StateError
 
 FILES = 'files = ["set.jsonl"]'
-DISTILL = ("train.objective=distill", "teacher.path=teacher", "model.vocab_size=32")
+DISTILL = ("teacher.path=teacher", "model.vocab_size=32")
 
 
 def test_a_run_with_a_teacher_trains_and_resumes(folder: Path, sft: Call) -> None:
@@ -43,4 +43,4 @@ def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(
         load_teacher(folder / "none", model, tokenizer=None)
     write_set(folder / "set.jsonl", [1, 2, 3], [1, 2, 4])
     with pytest.raises(InputError, match="share the student's tokenizer"):
-        sft(config(folder, FILES), *DISTILL[:2], "model.vocab_size=33")
+        sft(config(folder, FILES), DISTILL[0], "model.vocab_size=33")

@@ -16,8 +16,7 @@ OPTIM = OptimOptions(learning_rate=1e-2)
 
 
 def loop_of(how: DistillOptions | None, teacher: torch.nn.Module | None = TEACHER, **options: object) -> SftLoop:
-    objective = "distill" if how is not None and how.weight is None else "sft"
-    chosen = SftOptions(trees_per_step=5, max_batch_tokens=100, objective=objective, distill=how, **options)  # type: ignore[arg-type]
+    chosen = SftOptions(trees_per_step=5, max_batch_tokens=100, distill=how, **options)  # type: ignore[arg-type]
     return SftLoop(build(), tiny_tasks(), optim=OPTIM, options=chosen, teacher=teacher)
 
 

@@ -39,7 +39,7 @@ def distill_objective(options: DistillOptions, teacher: nn.Module, plain: Object
     )
 
 
-def check_teacher(student: nn.Module, teacher: nn.Module | None, steps: StepsOptions, objective: str) -> None:
+def check_teacher(student: nn.Module, teacher: nn.Module | None, steps: StepsOptions) -> None:
     """Check the teacher of a loop before its first step.
 
     Raises:
@@ -51,11 +51,6 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, steps: StepsOpt
     if (teacher is None) != (options is None):
         raise ConfigError(
             "distillation needs a teacher and options.distill, and one of them is None; give both, or neither"
-        )
-    if (objective == "distill") != (options is not None and options.weight is None):
-        raise ConfigError(
-            'objective = "distill" trains only the divergence, and needs distill=DistillOptions(...) without a weight; '
-            f'got "{objective}" with distill={options}'
         )
     if teacher is not None and options is not None:
         distillation = distill_objective(options, teacher, sft()).distillation

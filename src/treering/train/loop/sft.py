@@ -64,7 +64,7 @@ class SftLoop(Resumable[StepReport]):
             raise InputError(
                 f"every loss mask of the {len(tasks)} tasks is 0, so no token would be trained; check the masks"
             )
-        check_teacher(model, teacher, options, options.objective)
+        check_teacher(model, teacher, options)
         self._teacher = teacher
         for one in (model, teacher):
             _check_lengths(one, tasks)
