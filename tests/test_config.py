@@ -254,7 +254,6 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
         (["model.path=m"], "got the pre-trained model"),
         (["teacher.top_k=1", "teacher.weight=1"], "without teacher.path"),
         (["teacher.path=m"], "ids of its tokenizer"),
-        (["teacher.path=m", "teacher.beta=0.5"], 'beta belongs to divergence = "jsd"'),
         (['eval.files=["a.jsonl"]'], r"set eval\.share instead"),
     ],
 )

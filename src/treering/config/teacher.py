@@ -1,8 +1,8 @@
 """The [teacher] section: the teacher of a distillation, and the divergence from it."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from treering.config.record import Config
 from treering.config.values import Count, ModelPath, Positive, Revision
@@ -18,11 +18,8 @@ class DistillOptions(Config):
     revision: Revision = None
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         default="forward_kl",
-        description="forward_kl: KL(teacher, student). reverse_kl: KL(student, teacher). jsd: generalised "
-        "Jensen-Shannon divergence.",
-    )
-    beta: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        default=None, description="Weight of the teacher in the mixture of jsd; none: 0.5."
+        description="forward_kl: KL(teacher, student). reverse_kl: KL(student, teacher). jsd: "
+        "Jensen-Shannon divergence, halfway between both.",
     )
     top_k: Count | None = Field(
         default=None,
@@ -42,15 +39,6 @@ class DistillOptions(Config):
     def is_set(self) -> bool:
         """Whether the file has any of these settings."""
         return bool(self.model_fields_set)
-
-    @model_validator(mode="after")
-    def _check_beta(self) -> Self:
-        if self.beta is not None and self.divergence != "jsd":
-            raise ConfigError(
-                f'beta belongs to divergence = "jsd", got divergence = "{self.divergence}" with beta = '
-                f'{self.beta}; remove beta, or set divergence = "jsd"'
-            )
-        return self
 
 
 def check_teacher(teacher: DistillOptions) -> None:
