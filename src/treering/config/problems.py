@@ -88,6 +88,7 @@ REMOVED = MappingProxyType(
         "task.judge.num_retries": (3, "there are 3"),
         "task.min_terms": (3, "sums have 3 numbers or more, with a lower max_terms as many"),
         "teacher.beta": (None, "the mixture of jsd has both in equal parts"),
+        "teacher.temperature": (None, "both models have that of the rest of training"),
         "train.objective": ("sft", "a [teacher] without weight is the whole loss, with a weight it is added"),
         "train.parents": ("auto", "a rule decides"),
         "train.sharing": ("always", "every tree is shared"),

@@ -26,9 +26,6 @@ class DistillOptions(Config):
         description="Number of the teacher's likeliest tokens to compare, all others as one; none: the whole "
         "vocabulary.",
     )
-    temperature: Positive | None = Field(
-        default=None, description="Divides the logits of both models; none: as in the rest of training."
-    )
     weight: Positive | None = Field(
         default=None,
         description="Factor of the divergence, which is added to the loss; none: the divergence is the whole loss, in "

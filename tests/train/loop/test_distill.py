@@ -22,7 +22,7 @@ def loop_of(how: DistillOptions | None, teacher: torch.nn.Module | None = TEACHE
 
 @pytest.mark.parametrize("weight", [None, 0.5])
 def test_both_layouts_distill_alike(weight: float | None) -> None:
-    how = DistillOptions(divergence="jsd", top_k=8, temperature=1.5, weight=weight)
+    how = DistillOptions(divergence="jsd", top_k=8, weight=weight)
     loops = [loop_of(how, layout=layout) for layout in ("tree", "packed")]
     reports = [[loop.step() for _ in range(2)] for loop in loops]
     for tree, packed in zip(*reports, strict=True):

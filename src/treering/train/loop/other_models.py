@@ -25,7 +25,7 @@ from treering.train.teacher import teacher_parts
 
 def distill_objective(options: DistillOptions, teacher: nn.Module, plain: Objective) -> Objective:
     """Return the loop's own loss plus the divergence, or only the divergence, with the same masks and weighting."""
-    divergence = partial(distill, teacher, options.divergence, top_k=options.top_k, temperature=options.temperature)
+    divergence = partial(distill, teacher, options.divergence, top_k=options.top_k)
     if options.weight is not None:
         return divergence(added_to=plain, weight=options.weight)
     weighting = plain.weighting
