@@ -79,8 +79,7 @@ def test_a_prompts_file_needs_no_tokenizer_with_a_model_folder() -> None:
         (["teacher.path=m"], 'rl.objective = "grpo" with teacher.weight = None'),
         (["teacher.path=m", "teacher.weight=1", "runtime.workers=2"], "got runtime.workers = 2"),
         (["teacher.path=m", "rl.objective=distill", "rl.entropy_coefficient=0"], "no entropy bonus, got entropy_"),
-        (["rl.divisor=3"], 'normalizer = "None" with divisor = 3.0'),
-        (["rl.normalizer=constant"], 'normalizer = "constant" with divisor = None'),
+        (["rl.normalizer=0"], "rl.normalizer: one of token_mean, .*, or a number above 0, got 0; a number is"),
         (["rl.entropy_coefficient=-1"], "rl.entropy_coefficient: expected greater than or equal to 0"),
         (
             ["rl.objective=ppo"],

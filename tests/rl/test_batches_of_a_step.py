@@ -175,7 +175,7 @@ def test_long_rollouts_lose_as_in_the_paper_and_reports_keep_the_reward_of_the_t
         overlong_penalty=0.5,
         estimator="dr_grpo",
         objective="dr_grpo",
-        divisor=10.0,
+        normalizer=10.0,
     )
     report, rewards = loop.step(), []
     for row in loop.latest:

@@ -68,7 +68,7 @@ def test_in_the_loss_it_is_that_of_flat_sequences_and_trains_groups_of_equal_rew
 
 @pytest.mark.parametrize("task", [TinyTask(), ALL_EQUAL])
 def test_in_the_reward_its_sum_over_a_rollout_is_taken_off(task: TinyTask) -> None:
-    how = {"estimator": "dr_grpo", "objective": "dr_grpo", "divisor": 10.0}
+    how = {"estimator": "dr_grpo", "objective": "dr_grpo", "normalizer": 10.0}
     loop = scripted_loop(build_float64(), task, reference=reference, kl=0.1, kl_in="reward", **how)
     report = loop.step()
     with torch.no_grad():

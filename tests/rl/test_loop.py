@@ -117,7 +117,7 @@ def test_both_layouts_give_the_same_gradients(objective: str) -> None:
         {"objective": "cispo"},
         {"objective": "rloo"},
         {"entropy_coefficient": 0.1},
-        {"normalizer": "constant", "divisor": 50.0},
+        {"normalizer": 50.0},
         {"normalizer": "tree_mean"},
         {"clip": (0.01, 0.02)},
         {"max_importance": 1.01},

@@ -104,10 +104,6 @@ class RlOptions(StepsOptions):
         """Most updates of a step."""
         return self.num_iterations * self.num_minibatches
 
-    @property
-    def _divides_by_default(self) -> bool:
-        return self.normalizer is None and self.objective == "dr_grpo"
-
     @model_validator(mode="after")
     def _check_kl(self) -> Self:
         """Refuse a KL that the loop cannot measure."""

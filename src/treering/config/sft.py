@@ -15,7 +15,7 @@ from treering.config.optim import OptimOptions, check_warmup
 from treering.config.record import Config
 from treering.config.router import RouterLosses
 from treering.config.run import RunConfig
-from treering.config.steps import Normalizer, StepsOptions, check_length
+from treering.config.steps import NormalizerOrNumber, StepsOptions, check_length
 from treering.config.teacher import DistillOptions, check_teacher
 from treering.config.values import Count, CountOrAuto, FilePaths, TemplateDate, TokenizerPath
 from treering.data.formats.reader import FailedRuns, FormatName
@@ -91,7 +91,7 @@ class DataConfig(Config):
 class SftOptions(StepsOptions):
     """Steps: tasks per step, and the loss."""
 
-    normalizer: Normalizer = Field(
+    normalizer: NormalizerOrNumber = Field(
         default="token_mean", description=StepsOptions.model_fields["normalizer"].description
     )
     trees_per_step: CountOrAuto = Field(

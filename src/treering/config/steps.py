@@ -1,8 +1,9 @@
 """Common settings of [train] of `sft` and [rl] of `train`: length, loss, layers and memory of a step."""
 
-from typing import Literal, Self
+import math
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from treering.config.record import Config
 from treering.config.router import RouterLosses
@@ -11,7 +12,21 @@ from treering.config.values import Count, CountOrAuto, Positive, Seed
 from treering.errors import ConfigError
 from treering.types import Layout as Layout
 
-Normalizer = Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean", "constant", "sum"]
+_Named = Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean", "sum"]
+Normalizer = Literal[_Named, "constant"]
+
+
+def _name_or_number(value: object) -> object:
+    """Return a valid value, with one error instead of one for each side of a union."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    if is_number or value in get_args(_Named):
+        return value
+    raise ValueError(
+        f"one of {', '.join(get_args(_Named))}, or a number above 0, got {value!r}; a number is a constant divisor"
+    )
+
+
+NormalizerOrNumber = Annotated[_Named | Positive, BeforeValidator(_name_or_number)]
 Autocast = Literal["none", "bfloat16"]
 
 
@@ -55,10 +70,11 @@ class StepsOptions(ComputeOptions):
     num_steps: Count | None = Field(
         default=None, description="Steps; none: until num_epochs. The run ends at the earlier of both."
     )
-    normalizer: Normalizer | None = Field(
-        default=None, description="Divisor of a step's summed loss; unset in [rl]: the objective's default."
+    normalizer: NormalizerOrNumber | None = Field(
+        default=None,
+        description="Divisor of a step's summed loss, by name or as a constant number of tokens; unset in [rl]: the "
+        "objective's default.",
     )
-    divisor: Positive | None = Field(default=None, description='Constant of normalizer = "constant", in tokens.')
     layout: Layout = Field(
         default="tree",
         description="tree: compute each token that a task's sequences share once. joined: also tokens that tasks of "
@@ -77,18 +93,14 @@ class StepsOptions(ComputeOptions):
     )
 
     @property
-    def _divides_by_default(self) -> bool:
-        """Whether setting a divisor implies the constant normalizer."""
-        return False
+    def weighting(self) -> dict[str, Any]:
+        """Arguments of an objective that divide as `normalizer` says; none where it is unset."""
+        if self.normalizer is None or isinstance(self.normalizer, str):
+            return {} if self.normalizer is None else {"normalizer": self.normalizer}
+        return {"normalizer": "constant", "divisor": float(self.normalizer)}
 
     @model_validator(mode="after")
     def _check_normalizer(self) -> Self:
-        is_constant = self.normalizer == "constant" or (self.divisor is not None and self._divides_by_default)
-        if is_constant != (self.divisor is not None):
-            raise ConfigError(
-                f'divisor belongs to normalizer = "constant", got normalizer = "{self.normalizer}" with divisor = '
-                f"{self.divisor}; set both, or neither"
-            )
         if self.layout != "tree" and self.normalizer == "tree_mean":
             raise ConfigError(
                 f'normalizer = "tree_mean" needs one tree per task, got layout = "{self.layout}"; set another '

@@ -41,7 +41,7 @@ def weighting_of(options: RlOptions) -> Weighting:
     """Return how the terms of the loss are combined.
 
     Raises:
-        ConfigError: the objective refuses a clip, a divisor or a cap.
+        ConfigError: the objective refuses a clip or a cap.
     """
     return make_objective(options, empty_batch()).weighting
 
@@ -55,11 +55,10 @@ def make_objective(options: RlOptions, batch: RlBatch, teacher: nn.Module | None
 def _policy_objective(options: RlOptions, batch: RlBatch) -> Objective:
     if options.objective == "distill":
         # Stands for its masks and weighting only.
-        return sft(batch.trees.loss_masks, options.normalizer or "token_mean", divisor=options.divisor)
+        return sft(batch.trees.loss_masks, **options.weighting)
     own: dict[str, Any] = {
         "clip": options.clip,
-        "normalizer": options.normalizer,
-        "divisor": options.divisor,
+        **options.weighting,
         "entropy_coefficient": options.entropy_coefficient,
     }
     if options.max_importance is not None:
@@ -145,7 +144,7 @@ class Trainer:
                 'objective = "distill" trains only the divergence, and needs distill=DistillOptions(...) without a '
                 f'weight; got "{options.objective}" with distill={options.distill}'
             )
-        # Let the objective refuse wrong clips, divisors and caps now, before the first rollouts.
+        # Let the objective refuse wrong clips and caps now, before the first rollouts.
         self._weighting = weighting_of(options)
         self._teacher = teacher
         self._options = options

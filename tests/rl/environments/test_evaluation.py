@@ -127,7 +127,7 @@ def test_a_kl_in_the_reward_counts_each_sampled_token_of_a_run_once(world: type[
     collected = collect(engine_of(policy), task_of(world(), shared=shared), num_tasks=2, group_size=3)
     options = RlOptions(
         prompts_per_step=2, group_size=3, sampling=SAMPLING, estimator="dr_grpo", objective="dr_grpo",
-        divisor=9.0,
+        normalizer=9.0,
         kl=0.1, kl_in="reward",
     )  # fmt: skip
     trainer = Trainer(policy, OptimOptions(learning_rate=1e-3), options, reference=lambda: before)
