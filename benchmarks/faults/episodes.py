@@ -17,7 +17,7 @@ from treering.rl.environments.policy_calls import Policy
 _TASK = """
 [task]
 kind = "environment"
-class = "benchmarks.faults.episodes:Letters"
+env = "benchmarks.faults.episodes:Letters"
 max_turn_tokens = 4
 [sampling]
 max_tokens = 96
@@ -98,7 +98,7 @@ EPISODES = (
             _child_killed,
             name="episodes-with-tools",
             find=_tools_of,
-            overrides=("task.class=benchmarks.faults.episodes:ByProcess",),
+            overrides=("task.env=benchmarks.faults.episodes:ByProcess",),
         ),
     ),
 )

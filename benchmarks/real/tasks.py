@@ -82,7 +82,7 @@ def write_task(name: str, out: Path, model: Path, size: DemoSize, *, seed: int, 
     if name == "calculator":
         sections["task"] = {
             "kind": "environment",
-            "class": "benchmarks.real.tasks:Calculator",
+            "env": "benchmarks.real.tasks:Calculator",
             "max_turn_tokens": MAX_TURN_TOKENS,
         }
         sections["sampling"]["max_tokens"] = 192

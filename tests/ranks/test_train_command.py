@@ -185,7 +185,7 @@ class Letters(Environment):
 @pytest.mark.ranks
 def test_two_ranks_run_and_train_the_episodes_of_one(folder: Path) -> None:
     (folder / "rank_envs.py").write_text(ENVIRONMENT)
-    task = '[task]\nkind = "environment"\nclass = "rank_envs.py:Letters"\nmax_turn_tokens = 4\n'
+    task = '[task]\nkind = "environment"\nenv = "rank_envs.py:Letters"\nmax_turn_tokens = 4\n'
     text = CONFIG.replace("max_tokens = 8", "max_tokens = 90")
     (folder / "episodes.toml").write_text(task + text[text.index("\n[model]") :])
     done = treering("train", "episodes.toml", "run.dir=episodes-two", "--json", folder=folder)

@@ -232,12 +232,12 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
 
 
 def _environment_identity(task: TaskConfig) -> dict[str, Scalar]:
-    names = ("class_", "max_turn_tokens", "shared", "weights")
-    own = {f"task.{name.rstrip('_')}": getattr(task, name) for name in names}
+    names = ("env", "max_turn_tokens", "shared", "weights")
+    own = {f"task.{name}": getattr(task, name) for name in names}
     if task.kind != "verifiers":
         return own
     unread = {f"task.{name}": json.dumps(getattr(task, name), sort_keys=True) for name in ("verifiers", "renderer")}
-    return {**own, "task.env": task.env, **unread}
+    return {**own, **unread}
 
 
 def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:

@@ -207,10 +207,9 @@ def _of_environment(
 
 
 def _environment(config: TaskConfig, config_dir: Path, shell_dir: Path, tokenizer: Path) -> Environment:
-    if config.kind == "environment":
-        assert config.class_ is not None, "the configuration checks it"
-        return find_environment(config.class_, (config_dir, shell_dir))
     assert config.env is not None, "the configuration checks it"
+    if config.kind == "environment":
+        return find_environment(config.env, (config_dir, shell_dir))
     return VerifiersEnvironment(
         VerifiersSettings(
             env=config.env,

@@ -83,6 +83,7 @@ REMOVED = MappingProxyType(
         "runtime.trainer_gpus": (None, "workers and trainer ranks share the GPUs equally"),
         "runtime.worker_gpus": (None, "workers and trainer ranks share the GPUs equally"),
         "task.cache": ("on", "name a folder of your own in TREERING_CACHE"),
+        "task.class": (None, "task.env names the class of an environment"),
         "task.episode_order": ("longest_first", "the longest start first"),
         "task.episodes_in_flight": ("auto", "twice engine.max_batch are"),
         "task.judge.cache": ("runs/judge", "it is runs/judge"),
@@ -244,7 +245,7 @@ def _keys(config_type: type[BaseModel], section: list[str]) -> list[str]:
             # The section itself is unknown.
             return []
         config_type = inner
-    return [field.alias or name for name, field in config_type.model_fields.items() if not field.exclude]
+    return [name for name, field in config_type.model_fields.items() if not field.exclude]
 
 
 def _dotted_keys(config_type: type[BaseModel]) -> Iterator[str]:
@@ -253,6 +254,6 @@ def _dotted_keys(config_type: type[BaseModel]) -> Iterator[str]:
             continue
         inner = section_type(field.annotation)
         if inner is None:
-            yield field.alias or name
+            yield name
             continue
         yield from (f"{name}.{key}" for key in _dotted_keys(inner))

@@ -51,7 +51,7 @@ class Config(BaseModel):
         for name, field in cls.model_fields.items():
             if field.exclude:
                 del schema["properties"][name]
-        own = {field.alias or name for name, field in cls.model_fields.items() if name in cls.__annotations__}
+        own = {name for name in cls.model_fields if name in cls.__annotations__}
         schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda each: each[0] not in own))
         return schema
 
@@ -101,9 +101,8 @@ def load_written(
 
 def _without_defaults(config_type: type[BaseModel], written: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     kept: dict[str, Any] = {}
-    fields = {field.alias or name: field for name, field in config_type.model_fields.items()}
     for name, value in written.items():
-        field = fields.get(name)
+        field = config_type.model_fields.get(name)
         inner = None if field is None else section_type(field.annotation)
         if inner is not None and isinstance(value, Mapping):
             if inside := _without_defaults(inner, value, f"{prefix}{name}."):

@@ -3,7 +3,7 @@
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from treering.config.judge import JudgeConfig
 from treering.config.problems import describe
@@ -15,7 +15,7 @@ _GENERATED = ("num_prompts", "seed", "max_terms", "max_number")
 _CHAT = ("tokenizer", "template", "date", "stop_tokens")
 _FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge")
 _EPISODES = ("episode_timeout", "max_turn_tokens", "max_failed", "shared", "weights")
-_OF_ENVIRONMENT = (*_CHAT, *_EPISODES, "class_")
+_OF_ENVIRONMENT = (*_CHAT, *_EPISODES, "env")
 _OF_VERIFIERS = (*_CHAT, *_EPISODES, "env", "verifiers", "renderer", "python", "max_prompts")
 _SETTINGS = MappingProxyType(
     {"sums": _GENERATED, "prompts": _FROM_FILE, "environment": _OF_ENVIRONMENT, "verifiers": _OF_VERIFIERS}
@@ -89,22 +89,15 @@ class EpisodeOptions(Config):
 class TaskConfig(EpisodeOptions):
     """Prompts and rewards."""
 
-    # "class" is a keyword in Python.
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
-
     kind: Literal["sums", "prompts", "environment", "verifiers"] = Field(
         default="sums",
         description="sums: chained sums. prompts: a file of prompts. environment: episodes of your own class. "
         "verifiers: episodes of a taskset of verifiers v1.",
     )
-    class_: str | None = Field(
-        default=None,
-        alias="class",
-        description="Environment: file.py:Name or package.module:Name, looked up like task.reward.",
-    )
     env: str | None = Field(
         default=None,
-        description="Verifiers: id of a taskset installed for task.python.",
+        description="Environment: class, as file.py:Name or package.module:Name, looked up like task.reward. "
+        "Verifiers: id of a taskset installed for task.python.",
     )
     verifiers: dict[str, Any] = Field(
         default={},
@@ -187,13 +180,12 @@ class TaskConfig(EpisodeOptions):
         if foreign:
             owners = [f'"{kind}"' for kind, names in _SETTINGS.items() if not set(foreign).isdisjoint(names)]
             raise ConfigError(
-                f'kind = "{self.kind}" has no {", ".join(name.rstrip("_") for name in foreign)}, which belong to '
+                f'kind = "{self.kind}" has no {", ".join(foreign)}, which belong to '
                 f"{' or '.join(owners)}; remove them, or set another kind"
             )
-        if self.kind == "environment" and self.class_ is None:
-            raise ConfigError('kind = "environment" needs a class of your own, and task.class is not set; set it')
-        if self.kind == "verifiers" and self.env is None:
-            raise ConfigError('kind = "verifiers" needs a taskset, and task.env is not set; set it')
+        if self.runs_episodes and self.env is None:
+            needed = "a class of your own" if self.kind == "environment" else "a taskset"
+            raise ConfigError(f'kind = "{self.kind}" needs {needed}, and task.env is not set; set it')
         if self.runs_episodes and self.template == "raw":
             raise ConfigError('an environment needs turns, and template = "raw" has none; set "auto", "hf" or "plain"')
         if self.kind == "prompts" and self.file is None:

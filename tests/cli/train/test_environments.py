@@ -25,7 +25,7 @@ class Broken(Digits):
     async def run(self, task, policy):
         raise ValueError("no such file")
 """
-CONFIG = ("task.kind=environment", "task.class=envs.py:Digits", "task.max_turn_tokens=4", "sampling.max_tokens=90")
+CONFIG = ("task.kind=environment", "task.env=envs.py:Digits", "task.max_turn_tokens=4", "sampling.max_tokens=90")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_run_trains_and_a_resumed_one_ends_bitwise_as_one_that_was_not_stopped
     assert "resuming the run in out after step 2" in trained.done("train", *CONFIG)
     assert_same_weights(trained.folder / "whole", trained.folder / "out", 4)
     written = json.loads((trained.folder / "out" / "config.json").read_text())
-    assert written["task"]["class"] == "envs.py:Digits"
+    assert written["task"]["env"] == "envs.py:Digits"
     rows = [json.loads(line) for line in (trained.folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["rewards/branches"] for row in rows if "rewards/branches" in row] == [1.0] * 4
     rollouts, whole = ((trained.folder / run / "rollouts" / "epoch-000.jsonl").read_text() for run in ("out", "whole"))
@@ -75,14 +75,14 @@ def test_held_out_tasks_are_evaluated_and_never_trained(trained: Commands) -> No
 @pytest.mark.parametrize(
     ("overrides", "rule"),
     [
-        (["task.class=envs.py:Broken", "runtime.workers=1"], "task.max_failed allows 50%"),
-        (["task.class=envs.py:Nothing"], "has none named 'Nothing'"),
+        (["task.env=envs.py:Broken", "runtime.workers=1"], "task.max_failed allows 50%"),
+        (["task.env=envs.py:Nothing"], "has none named 'Nothing'"),
         (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to "sums"'),
         (["runtime.workers=1", "runtime.rebalance=running"], "stay on the worker where they began"),
         (["warmup.num_steps=2"], 'task.kind = "environment" has none'),
         (["task.max_turn_tokens=100"], "bounds a context with its turn"),
         (["task.template=raw"], 'template = "raw" has none'),
-        (["task.clas=envs.py:Digits"], "did you mean 'task.class'?"),
+        (["task.envs=envs.py:Digits"], "did you mean 'task.env'?"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(trained: Commands, overrides: list[str], rule: str) -> None:

@@ -109,12 +109,10 @@ def find_environment(name: str, folders: Sequence[Path] = (Path(),)) -> Environm
     """
     module, _, attribute = name.rpartition(":")
     if not (module and attribute):
-        raise ConfigError(f"task.class must be file.py:Name or package.module:Name, got {name!r}; add the missing part")
+        raise ConfigError(f"task.env must be file.py:Name or package.module:Name, got {name!r}; add the missing part")
     make = getattr(load_own("environment", name, folders), attribute, None)
     if not callable(make):
-        raise ConfigError(
-            f"task.class must name a class, and {module} has none named {attribute!r}; check the spelling"
-        )
+        raise ConfigError(f"task.env must name a class, and {module} has none named {attribute!r}; check the spelling")
     try:
         with contained():
             found = make()
