@@ -302,7 +302,7 @@ def measure_rewards(
         group: ranks that share the prompts.
     """
     section = config.eval
-    max_tokens = section.max_tokens or config.sampling.max_tokens
+    max_tokens = config.sampling.max_tokens
     # Engines take their size from these settings; no wall clock influences an evaluation.
     own = config.model_copy(
         update={

@@ -106,7 +106,6 @@ class RlEvalConfig(EvalConfig):
     max_prompts: Count | None = Field(default=None, description="Most held-out prompts to evaluate; none: all.")
     num_samples: Count = Field(default=1, description="Rollouts per prompt; pass@k is reported for k = 1, 2, 4, ...")
     temperature: NonNegative = Field(default=0.0, description="Divides the logits; 0: greedy sampling.")
-    max_tokens: Count | None = Field(default=None, description="Most tokens of a rollout; none: sampling.max_tokens.")
     pass_reward: float = Field(default=1.0, description="Smallest reward that passes.")
 
     @property

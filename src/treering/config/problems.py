@@ -66,6 +66,7 @@ REMOVED = MappingProxyType(
         "engine.duplicate_rows": ("auto", "a rule decides"),
         "engine.max_prefill": (512, "it is 512"),
         "engine.seed": (0, "rl.seed is the seed of the noise too"),
+        "eval.max_tokens": (None, "sampling.max_tokens bounds held-out rollouts too"),
         "history.shape": ("tree", "drafts are trees"),
         "history.sources": (["history", "siblings", "own", "others"], "drafts come from all of them"),
         "history.verify_costs": ("fixed", "history.min_acceptance says when drafts pay"),
