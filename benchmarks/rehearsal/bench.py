@@ -7,10 +7,13 @@ tokens and passes, which no other process changes, but for `--only workers`: sec
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -27,14 +30,26 @@ from treering.cli.display import LogConsole, PlainConsole
 from treering.cli.fetch import SMOLLM2, fetched
 from treering.cli.train import open_training
 from treering.config import RlConfig, load
+from treering.engine.torch_engine import TorchEngine
 
 NOTE = "an hour on two cores; each part is kept when it is done, and --only change, passes or workers names one"
 TABLES = {
     "change": ("trained", "rate", "one_update_later", "entropy_nats"),
     "passes": ("num_forwards", "ratio", "kept_share", "equal_rewards"),
+    "harmless": ("case", "mode", "num_forwards", "ratio", "num_rehearsed", "kept_share"),
+    "simulated": ("change", "prefill_ms", "kept_share", "speedup_over_sync", "throughput_of_bound"),
     "workers": ("name", "step_s", "train_s", "throughput", "num_kept", "num_equal_rollouts", "weight_difference"),
 }
-PARTS = ("change", "passes", "workers")
+PARTS = ("change", "passes", "harmless", "simulated", "workers")
+HARMLESS = {
+    "learning rate 1e-4": ["optim.learning_rate=1e-4"],
+    "one row": ["engine.max_batch=1"],
+    "32 rollouts in 8 rows": ["engine.max_batch=8"],
+}
+"""Where rehearsals cannot help: nearly every rollout changes soon, no row is idle, or few are."""
+SIMULATED = ((0.0, 0.002), (2e-7, 0.002), (2e-6, 0.002), (2.1e-5, 0.02), (2.1e-4, 0.02), (8.3e-4, 0.02), (0.3, 0.02))
+"""Chances of a change, and milliseconds of prefill a token."""
+NUM_SIMULATED_SEEDS = 3
 SIZE = DemoSize(num_prompts=24, prompts_per_step=4, group_size=8, num_epochs=1, max_batch=32)
 
 
@@ -52,6 +67,10 @@ def measure(
             kept(file, lambda own=(kind, rate): of_rate(Policy(model, start, *own, seed)))
     if "passes" in parts:
         kept(folder / "passes.json", lambda: passes(folder, model, seed=seed, on_progress=on_progress))
+    if "harmless" in parts:
+        kept(folder / "harmless.json", lambda: harmless(folder, model, seed=seed, on_progress=on_progress))
+    if "simulated" in parts:
+        kept(folder / "simulated.json", lambda: [simulated(*case, on_progress) for case in SIMULATED])
     if "workers" in parts:
         kept(folder / "workers.json", lambda: workers(folder, model, seed=seed, on_progress=on_progress))
     held = {file.stem: json.loads(file.read_text(encoding="utf-8"))["found"] for file in sorted(folder.glob("*.json"))}
@@ -59,7 +78,7 @@ def measure(
     changes = [own | held[name] for name, own in names.items() if name in held]
     return {
         **({"change": changes} if changes else {}),
-        **{name: held[name] for name in ("passes", "workers") if name in held},
+        **{name: held[name] for name in PARTS[1:] if name in held},
         "environment": common_environment(model="SmolLM2-135M-Instruct, float32", num_threads=torch.get_num_threads()),
     }
 
@@ -85,6 +104,45 @@ def passes(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> 
         "equal_rewards": found["on"]["rewards"] == found["off"]["rewards"],
         "steps": found,
     }
+
+
+def harmless(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> list[dict[str, Any]]:
+    """Count the passes of an epoch by `rl.rehearse`, where "auto" has the price of a GPU."""
+    rows = []
+    for case, settings in HARMLESS.items():
+        base = 0
+        for mode in ("off", "auto", "on"):
+            run = folder / f"harmless-{case.replace(' ', '-')}-{mode}"
+            with patch.object(TorchEngine, "row_price", 0.4):
+                reports = _run(run, model, [f"rl.rehearse={mode}", *settings], max_tokens=24, seed=seed)
+            total = {
+                name: sum(getattr(report.engine, name) for report in reports)
+                for name in ("num_forwards", "num_rehearsed", "num_verified", "num_kept")
+            }
+            base = base or total["num_forwards"]
+            kept_share = total["num_kept"] / max(1, total["num_verified"])
+            ratio = total["num_forwards"] / base
+            rows.append({"case": case, "mode": mode, **total, "kept_share": kept_share, "ratio": ratio})
+            on_progress(f"harmless: {case}, rehearse={mode}")
+    return rows
+
+
+def simulated(change: float, prefill_ms: float, on_progress: OnProgress) -> dict[str, Any]:
+    """Run `treering simulate --rehearse`."""
+    on_progress(f"simulated: chance of a change {change:g}")
+    options = [
+        "--rehearse",
+        f"{change:g}",
+        "--prefill",
+        f"{prefill_ms:g}",
+        "--seeds",
+        str(NUM_SIMULATED_SEEDS),
+        "--json",
+    ]
+    command = [sys.executable, "-m", "treering", "simulate", *options]
+    report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    (row,) = (row for row in report["policies"] if row["policy"] == "rehearsed")
+    return {"change": change, "prefill_ms": prefill_ms, **row}
 
 
 def workers(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 4, 8, 64
 NUM_UPDATES = 8
 APART = (1, 2, 4, 8)
 TEMPERATURES = (0.7, 1.0)
-RATES = (("all", 1e-6), ("lora", 1e-5), ("all", 1e-7), ("all", 1e-5), ("lora", 1e-6), ("lora", 1e-4))
+RATES = (("all", 1e-6), ("lora", 1e-5), ("all", 1e-7), ("all", 1e-5), ("lora", 1e-6))
 """Trained weights, all of them or LoRA of rank 16, and learning rates."""
 _NEXT, _FIRST = 0, 1_000
 """Draws of the rollouts that are trained next, and of those that are compared with the first weights."""
@@ -142,7 +142,7 @@ def of_rate(policy: Policy) -> dict[str, Any]:
 
 
 def facts_of(found: Sequence[Drawn]) -> Mapping[str, float]:
-    """Return the sums of several draws; `pays_up_to_tokens` is 0.0 where nothing changed."""
+    """Return the sums of several draws; `half_kept_tokens` is 0.0 where nothing changed."""
     total = Drawn(
         num_kept=sum(each.num_kept for each in found),
         num_changed=sum(each.num_changed for each in found),
@@ -154,5 +154,5 @@ def facts_of(found: Sequence[Drawn]) -> Mapping[str, float]:
         "num_changed": total.num_changed,
         "num_tokens": total.num_tokens,
         # Half of the tokens are kept where (1 - (1 - P)^L) / (P L) = 1/2, at P L = 1.594.
-        "pays_up_to_tokens": 1.594 / total.change if total.num_changed else 0.0,
+        "half_kept_tokens": 1.594 / total.change if total.num_changed else 0.0,
     }

@@ -47,10 +47,10 @@ def test_the_chance_of_a_change_is_over_tokens_whose_past_stayed() -> None:
     )
     assert found["change"] == 10 / 110
     assert found["kept_share"] == 100 / 250
-    half = found["pays_up_to_tokens"]
+    half = found["half_kept_tokens"]
     # At this length half of the tokens are kept.
     assert (1 - np.exp(-found["change"] * half)) / (found["change"] * half) == pytest.approx(0.5, abs=1e-3)
-    assert facts_of([Drawn(num_kept=5, num_changed=0, num_tokens=5)])["pays_up_to_tokens"] == 0.0
+    assert facts_of([Drawn(num_kept=5, num_changed=0, num_tokens=5)])["half_kept_tokens"] == 0.0
 
 
 def test_every_rate_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
