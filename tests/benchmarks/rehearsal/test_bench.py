@@ -11,7 +11,7 @@ from benchmarks.rehearsal import bench
 from benchmarks.rehearsal.change import RATES, Drawn, Policy, facts_of
 
 from tests.models import build_float64
-from treering.engine.protocol import Request, Sampling
+from treering.engine.protocol import EngineStats, Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 
 SAMPLING = Sampling(max_tokens=24)
@@ -63,3 +63,19 @@ def test_every_rate_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
         report = bench.measure(only=("change",), folder=tmp_path)
         assert [(row["trained"], row["rate"]) for row in report["change"]] == list(RATES)
     assert made.call_count == len(RATES)
+
+
+def test_passes_with_rehearsals_are_compared_with_those_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = {"off": 50, "auto": 40, "on": 51}
+
+    def run(folder: Path, model: Path, settings: list[str], **_: Any) -> list[Any]:
+        mode = settings[0].removeprefix("rl.rehearse=")
+        stats = EngineStats(num_forwards=passes[mode], num_rehearsed=9, num_verified=8, num_kept=2)
+        return [SimpleNamespace(engine=stats)] * 2
+
+    monkeypatch.setattr(bench, "_run", run)
+    rows = bench.harmless(tmp_path, tmp_path, seed=0, on_progress=lambda *_: None)
+    assert [row["ratio"] for row in rows] == [1.0, 0.8, 1.02] * len(bench.HARMLESS)
+    assert {(row["kept_share"], row["num_forwards"]) for row in rows} == {(0.25, 2 * each) for each in passes.values()}
