@@ -172,7 +172,6 @@ def test_long_rollouts_lose_as_in_the_paper_and_reports_keep_the_reward_of_the_t
     longest, buffer = SAMPLING.max_tokens, 6
     loop = scripted_loop(
         overlong_buffer=buffer,
-        overlong_penalty=0.5,
         estimator="dr_grpo",
         objective="dr_grpo",
         normalizer=10.0,
@@ -183,7 +182,7 @@ def test_long_rollouts_lose_as_in_the_paper_and_reports_keep_the_reward_of_the_t
         rewards.append(float((row.tokens[row.loss_mask.astype(bool)] % 2 == 0).mean()))
         # Equation 13 of arXiv 2503.14476; its last case, beyond the longest, cannot be sampled.
         punishment = 0.0 if length <= longest - buffer else ((longest - buffer) - length) / buffer
-        rewards[-1] += 0.5 * punishment
+        rewards[-1] += punishment
     expected = np.array(rewards).reshape(2, 4)
     expected -= expected.mean(1, keepdims=True)
     assert [row.advantage for row in loop.latest] == pytest.approx(expected.ravel().tolist(), abs=1e-12)

@@ -58,10 +58,7 @@ class RlOptions(StepsOptions):
     overlong_buffer: Count | None = Field(
         default=None,
         description="Length penalty (DAPO): number of last tokens of sampling.max_tokens over which rewards fall "
-        "linearly; none: no penalty.",
-    )
-    overlong_penalty: Positive = Field(
-        default=1.0, description="Penalty of a rollout with sampling.max_tokens tokens; needs overlong_buffer."
+        "linearly, by 1 in all; none: no penalty.",
     )
     entropy_coefficient: NonNegative | None = Field(
         default=None, description="Factor of the entropy bonus; 0: only measure entropy; none: neither."
@@ -120,11 +117,6 @@ class RlOptions(StepsOptions):
 
     @model_validator(mode="after")
     def _check_penalty(self) -> Self:
-        if self.overlong_buffer is None and "overlong_penalty" in self.model_fields_set:
-            raise ConfigError(
-                f"overlong_penalty = {self.overlong_penalty} needs overlong_buffer, which is not set; set it, or "
-                "remove overlong_penalty"
-            )
         # A section of a file is checked together with [sampling] in `RlConfig.options`.
         is_long = self.overlong_buffer is not None and self.overlong_buffer > self.sampling.max_tokens
         if is_long and "sampling" in self.model_fields_set:

@@ -77,6 +77,7 @@ REMOVED = MappingProxyType(
         "rl.kl_estimator": (None, "rl.kl_in decides"),
         "rl.min_importance": (None, "rl.max_importance caps the weight of each token"),
         "rl.num_train_threads": (None, "OMP_NUM_THREADS bounds them"),
+        "rl.overlong_penalty": (1.0, "a rollout of sampling.max_tokens tokens loses 1"),
         "rl.parents": ("auto", "a rule decides"),
         "rl.sharing": ("always", "every tree is shared"),
         "runtime.launcher": ("local", "Ray starts the processes"),

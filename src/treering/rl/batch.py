@@ -121,13 +121,13 @@ def with_penalties(groups: Sequence[Group], penalties: Sequence[float]) -> list[
     return [_penalised(group, np.array([next(left) for _ in group.rollouts])) for group in groups]
 
 
-def overlong_penalties(groups: Sequence[Group], *, max_tokens: int, buffer: int, factor: float) -> list[float]:
+def overlong_penalties(groups: Sequence[Group], *, max_tokens: int, buffer: int) -> list[float]:
     """Return DAPO's length penalty of each rollout, groups in order (arXiv 2503.14476, equation 13).
 
     Raises:
         ConfigError: the rollouts are episodes, whose branches are contexts rather than responses.
 
-    Example: with max_tokens=10, buffer=4 and factor=1, rollouts of 6, 7 and 10 tokens lose 0, 0.25 and 1.
+    Example: with max_tokens=10, buffer=4, rollouts of 6, 7 and 10 tokens lose 0, 0.25 and 1.
     """
     if any(group.runs is not None for group in groups):
         raise ConfigError(
@@ -135,7 +135,7 @@ def overlong_penalties(groups: Sequence[Group], *, max_tokens: int, buffer: int,
             "let the environment's reward count turns"
         )
     lengths = [rollout.num_tokens for group in groups for rollout in group.rollouts]
-    return [factor * max(0, length - (max_tokens - buffer)) / buffer for length in lengths]
+    return [max(0, length - (max_tokens - buffer)) / buffer for length in lengths]
 
 
 def _own_tokens(group: Group) -> list[LossMask]:

@@ -195,12 +195,7 @@ class Trainer:
         options = self._options
         if options.overlong_buffer is None:
             return groups
-        penalties = overlong_penalties(
-            groups,
-            max_tokens=options.sampling.max_tokens,
-            buffer=options.overlong_buffer,
-            factor=options.overlong_penalty,
-        )
+        penalties = overlong_penalties(groups, max_tokens=options.sampling.max_tokens, buffer=options.overlong_buffer)
         return with_penalties(groups, penalties)
 
     def differs(self, group: Group) -> bool:
