@@ -33,7 +33,6 @@ hidden_size = 16
 num_layers = 2
 num_heads = 2
 num_kv_heads = 1
-head_size = 8
 intermediate_size = 16
 device = "cpu"
 [sampling]

@@ -5,7 +5,6 @@ hidden_size = 32
 num_layers = 1
 num_heads = 2
 num_kv_heads = 1
-head_size = 16
 intermediate_size = 32
 """
 """The section `[model]` of a configuration, without its head."""

@@ -28,7 +28,6 @@ hidden_size = 32
 num_layers = 2
 num_heads = 2
 num_kv_heads = 1
-head_size = 16
 intermediate_size = 48
 device = "cpu"
 

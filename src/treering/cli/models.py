@@ -313,7 +313,7 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_size,
+            head_dim=config.hidden_size // config.num_heads,
             intermediate_size=config.intermediate_size,
             tie_word_embeddings=True,
             # Random weights do not prefer any position.

@@ -29,13 +29,12 @@ class ModelConfig(Config):
     )
     revision: Revision = None
     vocab_size: Count | None = Field(default=None, description="Number of token ids; none: as many as the data needs.")
-    hidden_size: Count = Field(default=128, description="Width of the residual stream.")
+    hidden_size: Count = Field(
+        default=128, description="Width of the residual stream, and of all heads; a multiple of 2 num_heads."
+    )
     num_layers: Count = Field(default=4, description="Number of decoder layers.")
     num_heads: Count = Field(default=4, description="Number of query heads.")
     num_kv_heads: Count = Field(default=2, description="Number of key and value heads; divides num_heads.")
-    head_size: Annotated[int, Field(ge=2, multiple_of=2)] = Field(
-        default=32, description="Width of a head; even, for RoPE."
-    )
     intermediate_size: Count = Field(default=384, description="Width of the gated MLP.")
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_full_name)] = Field(
         default="float32", description="Dtype of the model's computation; fp32 and bf16 are accepted too."
@@ -64,6 +63,11 @@ class ModelConfig(Config):
         if self.path is None and self.revision is not None:
             raise ConfigError(
                 f"revision = {self.revision!r} needs a hub id, and path is not set; set path, or remove revision"
+            )
+        if self.hidden_size % (2 * self.num_heads):
+            raise ConfigError(
+                f"hidden_size must be a multiple of 2 num_heads = {2 * self.num_heads}, so that heads have an even "
+                f"width for RoPE, got {self.hidden_size}; set hidden_size to {32 * self.num_heads}, for example"
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
