@@ -243,7 +243,6 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
             "has its own shape.*num_layers",
         ),
         (["model.num_heads=3"], "must be a multiple of 2 num_heads = 6, so .*, got 128"),
-        (["model.num_heads=4", "model.num_kv_heads=3"], "must divide num_heads = 4, got 3"),
         (['data.files=["a"]'], "reads no files"),
         (["data.source=files"], "at least one file"),
         (["data.template=hf"], "neither data.tokenizer nor model.path is set"),

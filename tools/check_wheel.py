@@ -17,7 +17,6 @@ MODEL = """
 hidden_size = 16
 num_layers = 1
 num_heads = 2
-num_kv_heads = 1
 intermediate_size = 16
 device = "cpu"
 """

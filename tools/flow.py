@@ -32,7 +32,6 @@ reward = "flow_rewards:rising"
 hidden_size = 16
 num_layers = 2
 num_heads = 2
-num_kv_heads = 1
 intermediate_size = 16
 device = "cpu"
 [sampling]

@@ -4,7 +4,6 @@ TINY_MODEL = """
 hidden_size = 32
 num_layers = 1
 num_heads = 2
-num_kv_heads = 1
 intermediate_size = 32
 """
 """The section `[model]` of a configuration, without its head."""

@@ -27,7 +27,6 @@ max_tasks = 6
 hidden_size = 32
 num_layers = 2
 num_heads = 2
-num_kv_heads = 1
 intermediate_size = 48
 device = "cpu"
 

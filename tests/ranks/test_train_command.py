@@ -30,7 +30,6 @@ reward = "rank_rewards:num_words"
 hidden_size = 32
 num_layers = 2
 num_heads = 2
-num_kv_heads = 1
 intermediate_size = 48
 device = "cpu"
 

@@ -55,7 +55,7 @@ from treering.types import read_shape
 
 DEFAULT_FOLDER = Path("runs/demo")
 REPORT_FILE = "demo.json"
-MODEL = ModelConfig(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=384)
+MODEL = ModelConfig(hidden_size=128, num_layers=4, num_heads=4, intermediate_size=384)
 MAX_NUMBER = 9
 """Largest number in a sum; small enough for this model to learn in a minute."""
 MAX_ROLLOUT_TOKENS = 64

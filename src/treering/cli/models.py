@@ -312,7 +312,7 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
+            num_key_value_heads=config.num_heads // (1 if config.num_heads % 2 else 2),
             head_dim=config.hidden_size // config.num_heads,
             intermediate_size=config.intermediate_size,
             tie_word_embeddings=True,

@@ -33,8 +33,9 @@ class ModelConfig(Config):
         default=128, description="Width of the residual stream, and of all heads; a multiple of 2 num_heads."
     )
     num_layers: Count = Field(default=4, description="Number of decoder layers.")
-    num_heads: Count = Field(default=4, description="Number of query heads.")
-    num_kv_heads: Count = Field(default=2, description="Number of key and value heads; divides num_heads.")
+    num_heads: Count = Field(
+        default=4, description="Number of query heads; pairs of them share keys and values, if it is even."
+    )
     intermediate_size: Count = Field(default=384, description="Width of the gated MLP.")
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_full_name)] = Field(
         default="float32", description="Dtype of the model's computation; fp32 and bf16 are accepted too."
@@ -68,10 +69,5 @@ class ModelConfig(Config):
             raise ConfigError(
                 f"hidden_size must be a multiple of 2 num_heads = {2 * self.num_heads}, so that heads have an even "
                 f"width for RoPE, got {self.hidden_size}; set hidden_size to {32 * self.num_heads}, for example"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads must divide num_heads = {self.num_heads}, got {self.num_kv_heads}; set num_kv_heads "
-                f"to 1 or to {self.num_heads}, for example"
             )
         return self
