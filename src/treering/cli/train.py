@@ -43,7 +43,6 @@ from treering.cli.train_task import TaskSource, draw_sums
 from treering.config import RlConfig
 from treering.config.metrics import RlMetricsConfig
 from treering.config.rl import RlRunConfig
-from treering.config.runtime import RuntimeConfig
 from treering.engine.protocol import Engine
 from treering.errors import StateError, plural
 from treering.history.draft.drafter import Drafter
@@ -162,7 +161,7 @@ def make_loop(
             rollout_model=whole,
             reference=reference,
         )
-    actors = make_actors(config.runtime)
+    actors = make_actors(config)
     spec = PipelineSpec(
         recipe=TrainRecipe(config, config_dir),
         optim=optim,
@@ -206,16 +205,16 @@ def make_reference(
     return model
 
 
-def make_actors(runtime: RuntimeConfig) -> Actors:
+def make_actors(config: RlConfig) -> Actors:
     """Return the launcher of the workers.
 
     Raises:
         MissingExtraError: Ray is not installed.
     """
     return RayActors(
-        num_rollout_workers=runtime.workers,
-        num_trainer_ranks=runtime.trainer_ranks,
-        worker_cpus=runtime.worker_cpus or 1.0,
+        num_rollout_workers=config.runtime.workers,
+        num_trainer_ranks=config.runtime.trainer_ranks,
+        worker_cpus=config.engine.num_threads or 1,
     )
 
 

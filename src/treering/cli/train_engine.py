@@ -179,14 +179,12 @@ def check_room(config: RlConfig, source: TaskSource) -> None:
 def _engine_threads(config: RlConfig, model: PreTrainedModel | None = None) -> int | None:
     """Return the threads of one engine: an equal share of the cores if workers and a trainer share the machine.
 
-    A small model always takes one. `runtime.worker_cpus`, rounded down to at least one, overrides the share.
+    A small model always takes one.
     """
     if config.engine.num_threads is not None or config.runtime.workers == 0:
         return config.engine.num_threads
     if model is not None and (fitting := fitting_threads(model)) is not None:
         return fitting
-    if config.runtime.worker_cpus is not None:
-        return max(1, int(config.runtime.worker_cpus))
     return max(1, (os.cpu_count() or 1) // (config.runtime.workers + 1))
 
 

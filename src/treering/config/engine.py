@@ -131,7 +131,8 @@ class EngineConfig(Config):
     )
     num_threads: Count | None = Field(
         default=None,
-        description="CPU threads while sampling; none: one below 10 M parameters, else as many as torch uses.",
+        description="CPU threads while sampling, and logical CPUs that Ray reserves for each rollout worker; none: one "
+        "below 10 M parameters, else as many as torch uses, or with workers an equal share of the cores and one CPU.",
     )
     backend: Literal["auto", "fused", "cuda", "plain"] = Field(
         default="auto",

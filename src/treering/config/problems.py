@@ -85,6 +85,7 @@ REMOVED = MappingProxyType(
         "runtime.launcher": ("local", "Ray starts the processes"),
         "runtime.listen": ("127.0.0.1", "Ray listens"),
         "runtime.trainer_gpus": (None, "workers and trainer ranks share the GPUs equally"),
+        "runtime.worker_cpus": (None, "engine.num_threads is the CPUs of a worker"),
         "runtime.worker_gpus": (None, "workers and trainer ranks share the GPUs equally"),
         "task.cache": ("on", "name a folder of your own in TREERING_CACHE"),
         "task.class": (None, "task.env names the class of an environment"),

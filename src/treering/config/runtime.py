@@ -48,11 +48,6 @@ class RuntimeConfig(Config):
         "started. running: running ones too, if that saves more than the new prefill costs. none: no rollouts, and "
         "schedules use no measured times, so that batches depend on no clock.",
     )
-    worker_cpus: Positive | None = Field(
-        default=None,
-        description="Logical CPUs that Ray reserves for each rollout worker, and threads of its engine unless "
-        "engine.num_threads is set. None: one CPU, and an equal share of this machine's threads.",
-    )
 
     @model_validator(mode="after")
     def _check_workers(self) -> Self:

@@ -245,7 +245,7 @@ class RayActors:
         *,
         num_rollout_workers: int,
         num_trainer_ranks: int = 1,
-        worker_cpus: float = 1.0,
+        worker_cpus: int = 1,
     ) -> None:
         """Set up without starting anything.
 
@@ -380,13 +380,13 @@ def check_room(free: Sequence[float], needs: Mapping[Kind, float], counts: Mappi
     if total > sum(free):
         raise ConfigError(
             f"{counts['rollout_worker']} rollout workers and {counts['trainer']} trainer ranks need {total:g} "
-            f"CPUs, but the cluster has {sum(free):g}; lower runtime.worker_cpus, runtime.workers or "
+            f"CPUs, but the cluster has {sum(free):g}; lower engine.num_threads, runtime.workers or "
             "runtime.trainer_ranks"
         )
     if max(needs.values()) > max(free, default=0.0):
         raise ConfigError(
             f"a process must fit on one node, but one needs {max(needs.values()):g} CPUs and no node has more "
-            f"than {max(free, default=0.0):g}; lower runtime.worker_cpus"
+            f"than {max(free, default=0.0):g}; lower engine.num_threads"
         )
 
 

@@ -184,7 +184,7 @@ def test_a_recipe_that_actors_cannot_import_is_refused(actors: RayActors) -> Non
         (
             [4.0, 4.0],
             3.0,
-            "3 rollout workers and 1 trainer ranks need 9 CPUs, but the cluster has 8; lower runtime.worker_c",
+            "3 rollout workers and 1 trainer ranks need 9 CPUs, but the cluster has 8; lower engine.num_threads",
         ),
         ([4.0] * 4, 5.0, "one needs 5 CPUs and no node has more than 4"),
         ([], 1.0, "need 3 CPUs, but the cluster has 0"),
