@@ -129,23 +129,19 @@ def branch_weights(groups: Sequence[Group], normalizer: Normalizer) -> list[floa
     if normalizer not in ("sequence_mean", "sequence_sum", "tree_mean"):
         return [1.0 for group in groups for _ in group.rollouts]
     num_branches = sum(len(group.rollouts) for group in groups)
-    num_counted = sum(len(group.rollouts) if _counts_branches(group) else group.rewards.size for group in groups)
+    num_counted = sum(len(group.rollouts) if group.runs is None else group.rewards.size for group in groups)
     found: list[float] = []
     for group in groups:
         # A tree's mean is taken inside the tree, so only its own branches and runs count.
         sizes = (len(group.rollouts), group.rewards.size) if normalizer == "tree_mean" else (num_branches, num_counted)
-        ratio = 1.0 if _counts_branches(group) and normalizer == "tree_mean" else sizes[0] / sizes[1]
+        ratio = 1.0 if group.runs is None and normalizer == "tree_mean" else sizes[0] / sizes[1]
         found += [ratio * share for share in _shares(group, normalizer)]
     return found
 
 
-def _counts_branches(group: Group) -> bool:
-    return group.runs is None or group.runs.weights == "branches"
-
-
 def _shares(group: Group, normalizer: Normalizer) -> list[float]:
     """Return each branch's share of its run's trained tokens if they are averaged, else 1."""
-    if group.runs is None or _counts_branches(group) or normalizer != "sequence_mean":
+    if group.runs is None or normalizer != "sequence_mean":
         return [1.0] * len(group.rollouts)
     trained = np.array([int(rollout.loss_mask[1:].sum()) for rollout in group.rollouts], np.float64)
     of = np.array(group.runs.of, np.int64)

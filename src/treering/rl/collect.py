@@ -116,10 +116,6 @@ NUM_MESSAGES = 5
 """Number of reward error messages kept."""
 
 
-RunWeights = Literal["runs", "branches"]
-"""Unit that counts as one in means over sequences. runs: a run, with all its branches. branches: each branch."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Runs:
     """Assignment of a group's rollouts to runs, and the rewards of the runs' calls.
@@ -133,8 +129,6 @@ class Runs:
     """Per rollout int32 [R]: index of the run's call that sampled each token it trains, from 0; -1 for other tokens."""
     turn_rewards: tuple[tuple[float, ...], ...]
     """Per run, the rewards of its calls, added to its own reward; () if no call has one."""
-    weights: RunWeights = "runs"
-    """Unit that counts as one sequence in means."""
     agent: str = ""
     """Agent that made the calls."""
     episodes: tuple[tuple[Turn, ...], ...] = ()

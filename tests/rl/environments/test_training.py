@@ -109,9 +109,7 @@ def per_token(advantages: list[float], masks: list[np.ndarray], normalizer: str)
     return [float(total * advantage) for total, advantage in zip(sums, advantages, strict=True)]
 
 
-def test_branches_may_count_instead() -> None:
-    groups = [group_of([1.0, 0.0], (0, 0, 1), weights="branches")]
-    assert branch_weights(groups, "sequence_mean") == [1.0, 1.0, 1.0]
+def test_branches_of_a_run_have_the_shares_of_their_trained_tokens() -> None:
     # The branches of the first run train 1 and 2 tokens.
     by_run = branch_weights([group_of([1.0, 0.0], (0, 0, 1))], "sequence_mean")
     assert by_run == pytest.approx([1 / 3 * 1.5, 2 / 3 * 1.5, 1.5])

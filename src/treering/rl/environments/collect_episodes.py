@@ -267,7 +267,6 @@ def _group(prompt: Prompt, agent: str, runs: Sequence[Run], task: EnvironmentTas
             of=tuple(number for number, seat in enumerate(seats) for _ in seat.rollouts),
             turns=tuple(turns for seat in seats for turns in seat.turns),
             turn_rewards=tuple(seat.turn_rewards for seat in seats),
-            weights=task.options.weights,
             agent=agent,
             episodes=tuple(run.turns if seat is run.seats[0] else () for run, seat in found),
         ),
