@@ -230,7 +230,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
 
 
 def _environment_identity(task: TaskConfig) -> dict[str, Scalar]:
-    names = ("env", "max_turn_tokens", "shared")
+    names = ("env", "max_turn_tokens")
     own = {f"task.{name}": getattr(task, name) for name in names}
     if task.kind != "verifiers":
         return own

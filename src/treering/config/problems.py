@@ -94,6 +94,7 @@ REMOVED = MappingProxyType(
         "task.judge.cache": ("runs/judge", "it is runs/judge"),
         "task.judge.num_retries": (3, "there are 3"),
         "task.min_terms": (3, "sums have 3 numbers or more, with a lower max_terms as many"),
+        "task.shared": ("once", "one branch of a run trains a token that several share"),
         "task.weights": ("runs", "a run counts as one sequence, however many branches it has"),
         "teacher.beta": (None, "the mixture of jsd has both in equal parts"),
         "teacher.temperature": (None, "both models have that of the rest of training"),

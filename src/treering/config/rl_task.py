@@ -14,7 +14,7 @@ from treering.errors import ConfigError
 _GENERATED = ("num_prompts", "seed", "max_terms", "max_number")
 _CHAT = ("tokenizer", "template", "date", "stop_tokens")
 _FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge")
-_EPISODES = ("episode_timeout", "max_turn_tokens", "max_failed", "shared")
+_EPISODES = ("episode_timeout", "max_turn_tokens", "max_failed")
 _OF_ENVIRONMENT = (*_CHAT, *_EPISODES, "env")
 _OF_VERIFIERS = (*_CHAT, *_EPISODES, "env", "verifiers", "renderer", "python", "max_prompts")
 _SETTINGS = MappingProxyType(
@@ -56,11 +56,6 @@ class EpisodeOptions(Config):
     )
     max_failed: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.5, description="Environment: share of a step's episodes that may fail; above it the run stops."
-    )
-    shared: Literal["once", "sum"] = Field(
-        default="once",
-        description="Environment: training of sampled tokens that several branches of a run share. once: one branch "
-        "trains them. sum: each does.",
     )
     max_rows: Count = Field(default=16, exclude=True, description="Most rollouts that the engine runs at a time.")
     episodes_in_flight: CountOrAuto = Field(

@@ -103,11 +103,12 @@ def share_of(batch: RlBatch, group: RankGroup) -> RlBatch:
 
 
 def own_tokens(groups: Sequence[Group]) -> list[LossMask]:
-    """Return masks of sampled tokens that no earlier branch of the same run has: bool [T] per branch, groups in order.
-
-    Example: if both branches of a run train its first call, the second one's mask has only its later calls.
-    """
-    return [mask for group in groups for mask in _own_tokens(group)]
+    """Return masks of the sampled tokens that each branch trains: bool [T] per branch, groups in order."""
+    return [
+        _after_prompt(group.prompt.tokens, rollout.loss_mask).astype(bool)
+        for group in groups
+        for rollout in group.rollouts
+    ]
 
 
 def with_penalties(groups: Sequence[Group], penalties: Sequence[float]) -> list[Group]:
@@ -136,18 +137,6 @@ def overlong_penalties(groups: Sequence[Group], *, max_tokens: int, buffer: int)
         )
     lengths = [rollout.num_tokens for group in groups for rollout in group.rollouts]
     return [max(0, length - (max_tokens - buffer)) / buffer for length in lengths]
-
-
-def _own_tokens(group: Group) -> list[LossMask]:
-    masks = [_after_prompt(group.prompt.tokens, rollout.loss_mask).astype(bool) for rollout in group.rollouts]
-    if group.runs is None:
-        return masks
-    seen: set[tuple[int, int]] = set()
-    for mask, run, turns in zip(masks, group.runs.of, group.runs.turns, strict=True):
-        calls = {(run, int(turn)) for turn in np.unique(turns[turns >= 0])}
-        mask[mask.size - turns.size :] &= ~np.isin(turns, [turn for _, turn in calls & seen])
-        seen |= calls
-    return masks
 
 
 def _penalised(group: Group, penalties: NDArray[np.float64]) -> Group:

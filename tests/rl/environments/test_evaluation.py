@@ -120,11 +120,11 @@ class Forking(World):
         return self.reward([first.text, *(other.text for other in others)])
 
 
-@pytest.mark.parametrize(("world", "shared"), [(WORLDS["Linear"], "once"), (Forking, "once"), (Forking, "sum")])
-def test_a_kl_in_the_reward_counts_each_sampled_token_of_a_run_once(world: type[World], shared: str) -> None:
+@pytest.mark.parametrize("world", [WORLDS["Linear"], Forking])
+def test_a_kl_in_the_reward_counts_each_sampled_token_of_a_run_once(world: type[World]) -> None:
     """Compares with log-probs of every call, run separately by the stock forward."""
     policy, before = model_of(), build_float64("qwen3", vocab_size=VOCAB, seed=4).eval()
-    collected = collect(engine_of(policy), task_of(world(), shared=shared), num_tasks=2, group_size=3)
+    collected = collect(engine_of(policy), task_of(world()), num_tasks=2, group_size=3)
     options = RlOptions(
         prompts_per_step=2, group_size=3, sampling=SAMPLING, estimator="dr_grpo", objective="dr_grpo",
         normalizer=9.0,

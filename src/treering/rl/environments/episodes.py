@@ -31,7 +31,6 @@ from treering.rl.environments.policy_calls import (
     CallLimits,
     Policy,
     Session,
-    SharedTurns,
     TurnClock,
     branches_of,
 )
@@ -304,19 +303,18 @@ class Run:
         return [rollout for seat in self.seats for rollout in seat.rollouts]
 
 
-def finished_run(session: Session, outcome: Outcome, shared: SharedTurns) -> Run:
+def finished_run(session: Session, outcome: Outcome) -> Run:
     """Return the run of an episode that has ended.
 
     Args:
         session: the episode's calls.
         outcome: the coroutine's result; its agents and calls must exist (`unknown_names`).
-        shared: which branches train shared tokens, see `SharedTurns`.
 
     Example: a run of three calls in one chat has one seat with one branch.
     """
     calls = [session.calls[number] for number in sorted(session.calls)]
     agents = dict.fromkeys(call.agent for call in calls if session.trainable[call.agent])
-    seats = [_seat(session, agent, outcome, shared) for agent in agents]
+    seats = [_seat(session, agent, outcome) for agent in agents]
     turns = session.clock.turns()
     wait_s = sum(turn.wait_s for turn in turns)
     numbers = {
@@ -350,9 +348,9 @@ def unknown_names(session: Session, outcome: Outcome) -> str | None:
     return None
 
 
-def _seat(session: Session, agent: str, outcome: Outcome, shared: SharedTurns) -> Seat:
+def _seat(session: Session, agent: str, outcome: Outcome) -> Seat:
     calls = [session.calls[number] for number in sorted(session.calls) if session.calls[number].agent == agent]
-    branches = branches_of(calls, shared)
+    branches = branches_of(calls)
     reward = float(outcome.rewards.get(agent, outcome.reward))
     worth = tuple(float(outcome.turn_rewards.get(call.number, 0.0)) for call in calls)
     return Seat(
@@ -546,7 +544,7 @@ class Episodes(Closing):
         error = found if isinstance(found, str) else unknown_names(session, found)
         if isinstance(found, str) or error is not None:
             return Run(key=episode.key, error=f"{whose(episode.key)}{error}")
-        return finished_run(session, found, options.shared)
+        return finished_run(session, found)
 
     async def _outcome(self, session: Session) -> Outcome | str:
         """Return the result of the user's coroutine, or its error as text."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,6 @@ from treering.rl.environments.chat import (
     as_tools,
 )
 from treering.types import LossMask, PromptId, TokenIds
-
-SharedTurns = Literal["once", "sum"]
-"""Sampled tokens that several trajectories of a run share. once: one of them trains the tokens. sum: each does, as if
-the trajectories were separate rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,14 +78,14 @@ class Branch:
         return self.turns >= 0
 
 
-def branches_of(calls: Sequence[Call], shared: SharedTurns = "once") -> list[Branch]:
+def branches_of(calls: Sequence[Call]) -> list[Branch]:
     """Return the trajectories of an agent's calls, in the order of the first call that each trains.
 
     They are the maximal paths. Two calls that sampled the same tokens after the same context are two samples, so the
     second one gets its own branch, which costs nothing in a forest.
 
     Example: the calls [5] -> [6], [5, 6, 1] -> [7] and [5, 6, 2] -> [8] give two branches; the first trains 6 and 7,
-    the second 8, or 6 and 8 with "sum".
+    the second 8.
     """
     asked = sorted(calls, key=lambda call: call.number)
     # Longest first, so that no path begins with a later one.
@@ -98,12 +94,11 @@ def branches_of(calls: Sequence[Call], shared: SharedTurns = "once") -> list[Bra
     for i in order:
         path = asked[i].path
         text = path.tobytes()
-        homes = [branch for branch in open_branches if branch.text.startswith(text) and branch.is_free(asked[i])]
-        if not homes:
-            homes = [_OpenBranch(path, text)]
-            open_branches += homes
-        for branch in homes if shared == "sum" else homes[:1]:
-            branch.take(i, asked[i])
+        homes = (branch for branch in open_branches if branch.text.startswith(text) and branch.is_free(asked[i]))
+        if (home := next(homes, None)) is None:
+            home = _OpenBranch(path, text)
+            open_branches.append(home)
+        home.take(i, asked[i])
     return [branch.close() for branch in sorted(open_branches, key=lambda branch: min(branch.owned))]
 
 
