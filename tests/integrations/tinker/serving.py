@@ -1,9 +1,11 @@
 """A server of a tiny model for Tinker's own client."""
 
 import json
+import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from treering.engine.torch_engine import TorchEngine
 from treering.rl.model_samplers import EngineOptions
 from treering.serving import HostSampler, Server, ServerSettings
 from treering.serving.tinker.routes import TinkerOptions, TinkerRoutes
+from treering.serving.tinker.training_thread import Job
 
 NAME = "tiny/model"
 NUM_POSITIONS = 64
@@ -67,7 +70,8 @@ def ask(url: str, path: str, body: Any, method: str = "POST", **headers: str) ->
     request = urllib.request.Request(f"{url}/api/v1/{path}", data, headers=headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.loads(response.read() or b"{}")
+            raw = response.read() or b"{}"
+            return response.status, raw if "protobuf" in response.headers["Content-Type"] else json.loads(raw)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
@@ -78,3 +82,21 @@ def batch() -> list[tinker.Datum]:
 
 def loss_of(result: Any) -> float:
     return float(result.metrics["loss:sum"])
+
+
+@contextmanager
+def held(routes: TinkerRoutes) -> Iterator[None]:
+    """Keep the training thread busy until the block ends."""
+    is_over = threading.Event()
+    routes._thread.submit(Job(model_id="other", run=is_over.wait))
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, "it never was"
+        time.sleep(0.01)

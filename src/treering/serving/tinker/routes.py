@@ -290,6 +290,8 @@ class TinkerRoutes:
         name = f"{model.id}:{seq_id}"
         if seq_id and (known := self._held.promise(name)) is not None:
             return known.ticket()
+        self._held.check_room(name)
+        model.check_room(self._thread, seq_id)
         try:
             job = make()
         except TreeringError:
@@ -471,14 +473,16 @@ class TinkerRoutes:
         request_id = f"{name}:{seq_id}" if name else f"once:{uuid.uuid4().hex}"
         if name and (known := self._held.promise(request_id)) is not None:
             return known.ticket()
+        self._held.check_room(request_id)
         base_model, path = fields.take("base_model", str, ""), fields.take("model_path", str, "")
         weights = self._sampler(name) if name else self._weights_of(base_model, path)
-        run, num_samples = self._sampling(fields, weights)
+        run, num_samples, num_bytes = self._sampling(fields, weights)
         ids = [f"{request_id}:{i}" for i in range(num_samples)]
-        return self._held.give(request_id, asyncio.ensure_future(run), sample_sequence_ids=ids).ticket()
+        answer = asyncio.ensure_future(run)
+        return self._held.give(request_id, answer, num_bytes=num_bytes, sample_sequence_ids=ids).ticket()
 
-    def _sampling(self, fields: Fields, weights: SamplerWeights) -> tuple[Awaitable[bytes], int]:
-        """Return an awaitable that computes the answer of `asample`, and its number of samples."""
+    def _sampling(self, fields: Fields, weights: SamplerWeights) -> tuple[Awaitable[bytes], int, int]:
+        """Return an awaitable that computes the answer of `asample`, its number of samples, and what it holds."""
         prompt = take_prompt_chunks(fields)
         if int(prompt.max()) >= self._vocab_size:
             raise InputError(f"token ids of prompt must be below {self._vocab_size}, got {prompt.max()}")
@@ -562,7 +566,7 @@ class TinkerRoutes:
                 layout=None if matrix is None else matrix[1],
             )
 
-        return run(), asked.num_samples
+        return run(), asked.num_samples, prompt.nbytes + (0 if matrix is None else matrix[0].nbytes)
 
     async def _retrieve(self, fields: Fields) -> dict[str, Any] | bytes:
         name = fields.need("request_id", str)
@@ -575,6 +579,7 @@ class TinkerRoutes:
         await asyncio.wait([promise.answer], timeout=POLL_S)
         if not promise.answer.done():
             raise Refusal(408, f"{name} is still being computed; ask again")
+        self._held.note_fetched(promise)
         if promise.answer.cancelled():
             return {"error": "the request was cancelled, or its session has ended", "category": "user"}
         if (error := promise.answer.exception()) is not None:

@@ -15,6 +15,7 @@ from treering.errors import InputError, StateError
 from treering.rl.model_samplers import SamplerWeights
 from treering.serving.server import Refusal
 from treering.serving.tinker.training_thread import Job, TokenCounts, TrainingThread
+from treering.serving.tinker.wire import MAX_WAITING_BYTES
 from treering.train.loop.checkpoint import num_tensor_bytes
 from treering.train.loop.trainee import Trainee, TraineeOptions
 
@@ -22,7 +23,9 @@ MAX_HELD = 4096
 """Requests of a model that may wait for earlier ones."""
 MAX_SNAPSHOT_BYTES = 1 << 30
 """Limit of a model's unnamed sampler weights; the newest are kept whatever their size."""
-MAX_PROMISES = 20_000
+MAX_ANSWER_BYTES = 1 << 28
+"""Limit of a session's answers and open calls; answers that were fetched make room, oldest first."""
+_PROMISE_BYTES = 4096
 
 
 class TrainedModel:
@@ -48,15 +51,28 @@ class TrainedModel:
             raise StateError(f"{self.id} could not be created, as create_model reported; create another model")
         return self.trainee
 
+    def check_room(self, thread: TrainingThread, seq_id: int) -> None:
+        """Check that another request may wait.
+
+        Raises:
+            Refusal: 503, too much waits.
+        """
+        num_bytes = thread.num_waiting_bytes(self.id)
+        # Requests that wait for this one must not keep it out.
+        if seq_id > self._next_seq:
+            num_bytes += sum(job.num_bytes for job in self._held.values() if job is not None)
+        if num_bytes > MAX_WAITING_BYTES:
+            raise Refusal(503, f"{num_bytes:,} bytes of requests of {self.id} wait; send it again later")
+
     def enqueue(self, thread: TrainingThread, seq_id: int, job: Job | None) -> None:
         """Run jobs in the order of their numbers; None stands for a refused request, 0 for a request without number.
 
         Raises:
-            InputError: the number has already run, or too many requests wait for an earlier one.
+            InputError: the number has already run, or is too far from the next one.
         """
         if seq_id == 0:
             seq_id = self._next_seq
-        if seq_id < self._next_seq or len(self._held) >= MAX_HELD or seq_id > self._next_seq + MAX_HELD:
+        if not self._next_seq <= seq_id <= self._next_seq + MAX_HELD:
             raise InputError(
                 f"the next seq_id of {self.id} is {self._next_seq}, got {seq_id}; number requests in order"
             )
@@ -94,28 +110,35 @@ class TrainedModel:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class TinkerSession:
-    """Models and samplers of one client."""
-
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    models: dict[str, TrainedModel] = field(default_factory=dict)
-    samplers: dict[str, SamplerWeights] = field(default_factory=dict)
-    last_seen: float = field(default_factory=time.monotonic)
-    is_finished: bool = False
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
 class Promise:
     """Pending answer of a request: an object for JSON, or the bytes of a record."""
 
     id: str
     answer: "asyncio.Future[Any]"
+    num_bytes: int
+    """Size of the open call, and later of its answer."""
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def ticket(self) -> dict[str, Any]:
         """Return the immediate answer to the request."""
         return {"request_id": self.id, **self.more}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TinkerSession:
+    """Models, samplers and promises of one client."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    models: dict[str, TrainedModel] = field(default_factory=dict)
+    samplers: dict[str, SamplerWeights] = field(default_factory=dict)
+    promises: dict[str, Promise] = field(default_factory=dict)
+    fetched: OrderedDict[str, Promise] = field(default_factory=OrderedDict)
+    """Promises whose answer may be forgotten."""
+    num_bytes: int = 0
+    """Size of all promises."""
+    last_seen: float = field(default_factory=time.monotonic)
+    is_finished: bool = False
 
 
 class Holdings:
@@ -125,7 +148,7 @@ class Holdings:
         """Hold the limits; a session that is silent for `timeout_s` seconds ends."""
         self.sessions: dict[str, TinkerSession] = {}
         self._max_sessions, self._max_models, self._timeout_s = max_sessions, max_models, timeout_s
-        self._promises: OrderedDict[str, Promise] = OrderedDict()
+        self._nobody = TinkerSession(id="once")
 
     def open(self, metadata: Mapping[str, Any]) -> TinkerSession:
         """Open a session.
@@ -181,19 +204,51 @@ class Holdings:
         session.models[model.id] = model
         return model
 
+    def _owner(self, name: str) -> TinkerSession:
+        return self.sessions.get(name.partition(":")[0], self._nobody)
+
     def promise(self, name: str) -> Promise | None:
         """Return an earlier promise of a request, which may have been sent again."""
-        return self._promises.get(name)
+        return self._owner(name).promises.get(name)
 
-    def give(self, name: str, answer: "asyncio.Future[Any]", **more: Any) -> Promise:
-        """Add a promise, and forget the oldest answered ones."""
-        promise = self._promises[name] = Promise(id=name, answer=answer, more=more)
-        # Retrieve the exception, in case the client never asks for the answer.
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
-        for old in list(self._promises.values())[: max(0, len(self._promises) - MAX_PROMISES)]:
-            if old.answer.done():
-                del self._promises[old.id]
+    def check_room(self, name: str) -> None:
+        """Forget fetched answers of a request's session until another one fits.
+
+        Raises:
+            Refusal: 503, too many answers were not fetched.
+        """
+        owner = self._owner(name)
+        while owner.num_bytes > MAX_ANSWER_BYTES and owner.fetched:
+            name, promise = owner.fetched.popitem(last=False)
+            if owner.promises.pop(name, None) is not None:
+                owner.num_bytes -= promise.num_bytes
+        if owner.num_bytes > MAX_ANSWER_BYTES:
+            raise Refusal(
+                503, f"{owner.num_bytes:,} bytes of open calls and answers wait; fetch them, then send it again"
+            )
+
+    def give(self, name: str, answer: "asyncio.Future[Any]", *, num_bytes: int = 0, **more: Any) -> Promise:
+        """Add the promise of a call that holds `num_bytes` until it is answered."""
+        owner = self._owner(name)
+        promise = Promise(id=name, answer=answer, num_bytes=num_bytes + _PROMISE_BYTES, more=more)
+        owner.promises[name] = promise
+        owner.num_bytes += promise.num_bytes
+
+        def settle(_: object) -> None:
+            # Retrieve the exception, in case the client never asks for the answer.
+            found = None if answer.cancelled() or answer.exception() is not None else answer.result()
+            owner.num_bytes -= promise.num_bytes
+            promise.num_bytes = _PROMISE_BYTES + (len(found) if isinstance(found, bytes) else 0)
+            owner.num_bytes += promise.num_bytes
+            if owner is self._nobody:
+                owner.fetched[name] = promise
+
+        answer.add_done_callback(settle)
         return promise
+
+    def note_fetched(self, promise: Promise) -> None:
+        """Note that a client has an answer."""
+        self._owner(promise.id).fetched[promise.id] = promise
 
     def take_silent(self) -> list[TinkerSession]:
         """Remove the sessions that have ended, with their promises."""
@@ -201,6 +256,6 @@ class Holdings:
         ended = [each for each in self.sessions.values() if each.is_finished or now - each.last_seen > self._timeout_s]
         for session in ended:
             del self.sessions[session.id]
-            for name in [name for name in self._promises if name.startswith(session.id)]:
-                self._promises.pop(name).answer.cancel()
+            for promise in session.promises.values():
+                promise.answer.cancel()
         return ended

@@ -38,6 +38,11 @@ class Job:
     counts: TokenCounts = field(default_factory=TokenCounts)
     answer: "Future[Any]" = field(default_factory=Future)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds while it waits."""
+        return 4096 + (0 if self.batch is None else self.batch.num_bytes)
+
 
 class TrainingThread(Closing):
     """Thread that runs jobs one by one, and consecutive waiting batches of a model together.
@@ -62,6 +67,11 @@ class TrainingThread(Closing):
                 raise StateError("the server is closed and trains no more; start another")
             self._jobs.append(job)
             self._wake.notify()
+
+    def num_waiting_bytes(self, model_id: str) -> int:
+        """Count the bytes of the waiting jobs of a model."""
+        with self._wake:
+            return sum(job.num_bytes for job in self._jobs if job.model_id == model_id)
 
     def drop(self, model_id: str) -> None:
         """Cancel the waiting jobs of a model."""

@@ -5,7 +5,6 @@ T positions of a datum   K targets of a position
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -25,6 +24,8 @@ from treering.types import TokenIds
 
 MAX_CELLS = 1 << 24
 """Most numbers in one tensor; sparse tensors count as dense."""
+MAX_WAITING_BYTES = 1 << 30
+"""Limit of a batch, and of the requests of a model that wait."""
 
 
 def records() -> Any:
@@ -40,11 +41,9 @@ class TinkerBatch:
 
     trains: bool
     data: tuple[TargetDatum, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of flat tokens."""
-        return sum(datum.tokens.size for datum in self.data)
+    num_tokens: int
+    """Flat tokens."""
+    num_bytes: int
 
 
 def read_head(raw: bytes) -> Any:
@@ -74,13 +73,21 @@ def read_batch(record: Any, *, num_positions: int, vocab_size: int) -> TinkerBat
     loss, settings = find_loss(record.loss_fn, given or dict(record.loss_fn_config))
     if not record.data:
         raise InputError("data of the body must have at least one datum")
-    read = partial(_datum, loss=loss, settings=settings, num_positions=num_positions, vocab_size=vocab_size)
-    data = tuple(read(each, f"data[{i}]") for i, each in enumerate(record.data))
-    return TinkerBatch(trains=not record.forward_only, data=data)
+    data, num_bytes = [], 0
+    for i, each in enumerate(record.data):
+        datum = _datum(each, f"data[{i}]", loss, settings, num_positions=num_positions, vocab_size=vocab_size)
+        data.append(datum)
+        num_bytes += datum.tokens.nbytes + datum.targets.nbytes + sum(part.nbytes for part in datum.inputs.values())
+        if num_bytes > MAX_WAITING_BYTES:
+            raise InputError(
+                f"data may take {MAX_WAITING_BYTES:,} bytes, and data[:{i + 1}] take more; send less at once"
+            )
+    num_tokens = sum(datum.tokens.size for datum in data)
+    return TinkerBatch(trains=not record.forward_only, data=tuple(data), num_tokens=num_tokens, num_bytes=num_bytes)
 
 
 def _datum(
-    record: Any, where: str, *, loss: LossKind, settings: Numbers, num_positions: int, vocab_size: int
+    record: Any, where: str, loss: LossKind, settings: Numbers, *, num_positions: int, vocab_size: int
 ) -> TargetDatum:
     parts = [_chunk(chunk, f"{where}.model_input[{i}]") for i, chunk in enumerate(record.model_input)]
     tokens = np.concatenate([np.zeros(0, np.int32), *parts])
@@ -90,6 +97,12 @@ def _datum(
             f"{where}.model_input has {tokens.size} tokens, but the maximum context length is {num_positions}; shorten "
             "it"
         )
+    names = record.loss_fn_inputs.keys() - {"target_tokens"}
+    missing = [name for name in loss.needs if name not in names]
+    unknown = sorted(names.difference(loss.needs, loss.takes))
+    if missing or unknown:
+        what = f"no {missing[0]}" if missing else f"{unknown[0]}, which this loss does not read"
+        raise InputError(f"{where}.loss_fn_inputs has {what}")
     given = {name: _array(each, f"{where}.loss_fn_inputs.{name}") for name, each in record.loss_fn_inputs.items()}
     targets = given.pop("target_tokens", None)
     if targets is None or targets.dtype != np.int64:
@@ -97,11 +110,6 @@ def _datum(
     _check_tokens(targets, f"{where}.loss_fn_inputs.target_tokens", vocab_size)
     if targets.ndim > (2 if not loss.needs else 1) or targets.shape[0] != tokens.size:
         raise InputError(f"{where}: target_tokens needs a row for each of {tokens.size} tokens, got {targets.shape}")
-    missing = [name for name in loss.needs if name not in given]
-    unknown = [name for name in given if name not in (*loss.needs, *loss.takes)]
-    if missing or unknown:
-        what = f"no {missing[0]}" if missing else f"{unknown[0]}, which this loss does not read"
-        raise InputError(f"{where}.loss_fn_inputs has {what}")
     for name, values in given.items():
         if values.shape != targets.shape or not np.isfinite(values).all():
             raise InputError(
