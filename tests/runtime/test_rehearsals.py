@@ -9,6 +9,7 @@ from tests.rl.runs import sampling_loop
 from tests.runtime.in_process import TestActors
 from tests.runtime.runs import Lopsided, TinyRecipe, pipeline
 from tests.runtime.test_pipeline import Result, assert_same, rows_of, run, stale
+from treering import metrics
 from treering.engine.protocol import EngineStats
 from treering.engine.torch_engine import TorchEngine
 from treering.rl.rehearsal import Rehearsal
@@ -22,10 +23,16 @@ def synchronous() -> Result:
     return run(sampling_loop(build_float64("llama"), rehearse="off"), NUM_STEPS)
 
 
+NAMES = {metrics.REHEARSED, metrics.REHEARSAL_KEPT, metrics.REHEARSAL_SAVED_S}
+
+
 def run_counted(loop: PipelineLoop) -> tuple[Result, list[EngineStats]]:
     rows, stats = [], []
     for _ in range(NUM_STEPS):
-        stats.append(loop.step().engine)
+        report = loop.step()
+        has_rehearsals = report.engine.num_rehearsed + report.engine.num_verified > 0
+        assert NAMES & report.values().keys() == (NAMES if has_rehearsals else set())
+        stats.append(report.engine)
         rows.append(rows_of(loop))
     return ({name: tensor.clone() for name, tensor in loop.model.state_dict().items()}, rows), stats
 
