@@ -2,6 +2,7 @@ import json
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -83,6 +84,16 @@ def test_prompts_with_one_rollout_have_nothing_to_draft_from(
     assert (report["num_with_history"], report["later"], report["drafted"]["all"]["speedup"]) == (0, None, 1.0)
     run(InspectOptions(files=[file]))
     assert "There is nothing to draft from: no prompt has an earlier rollout." in capsys.readouterr().out
+
+
+def test_every_report_and_the_help_name_that_rehearsals_are_not_replayed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert as_json(capsys, folder)["note"].startswith("Rehearsals are not replayed, because a file does not hold")
+    run(InspectOptions(files=[folder]))
+    assert capsys.readouterr().out.splitlines()[-1] == module.NOTE
+    (option,) = get_type_hints(InspectOptions, include_extras=True)["drafts"].__metadata__
+    assert "Rehearsals are not replayed" in option.help
 
 
 def test_a_sample_is_whole_prompts_and_is_reported(

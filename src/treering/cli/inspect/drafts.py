@@ -37,6 +37,11 @@ NAMES: dict[Look, str] = {
     "own": "own text",
 }
 """Names of the sources; another prompt's history with the own text is the control."""
+NOTE = (
+    "Rehearsals are not replayed, because a file does not hold the noise that their tokens are drawn with; a run logs "
+    "rehearsal/kept."
+)
+"""The limit of a replay, printed with every report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -263,6 +268,7 @@ def as_json(report: DraftsReport) -> str:
     names = ("source", "order", "num_rollouts", "num_recorded", "num_prompts", "num_with_history", "verify_cost")
     record = {name: getattr(report, name) for name in names} | {
         "num_tokens": report.total("all").num_tokens,
+        "note": NOTE,
         "drafted": {look: figures(report.total(look)) for look in LOOKS},
         "later": {look: figures(report.total(look, later)) for look in LOOKS} if later else None,
         "epochs": [
@@ -346,6 +352,7 @@ def _foot(report: DraftsReport) -> Iterable[str]:
     if drafted.num_drafted:
         most = (drafted.num_tokens - drafted.num_steps) / drafted.num_drafted
         yield f"These drafts pay off while that cost is below {most:.2f}."
+    yield NOTE
 
 
 def _short(count: int) -> str:

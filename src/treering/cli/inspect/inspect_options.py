@@ -75,7 +75,8 @@ class InspectOptions:
         typer.Option(
             "--drafts",
             help="Replay the rollouts through the drafter instead, and predict the speedup of decoding. Earlier "
-            "rollouts of a prompt are its history: by epoch if every line has one, else in file order.",
+            "rollouts of a prompt are its history: by epoch if every line has one, else in file order. Rehearsals are "
+            "not replayed, because a file does not hold their noise.",
             rich_help_panel=_ROLLOUTS,
         ),
     ] = False
