@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 # A resumed run may change where the judge is and how it is called, but not its model or question.
-_JUDGE_FREE = frozenset({"url", "max_concurrent", "time_limit_s"})
+_JUDGE_FREE = frozenset({"url", "time_limit_s"})
 
 
 def make_drafting(config: RlConfig) -> Drafting | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from treering.config.record import Config
-from treering.config.values import Count, FilePath, Positive
+from treering.config.values import FilePath, Positive
 
 
 def _pattern(value: str | None) -> str | None:
@@ -39,7 +39,6 @@ class JudgeConfig(Config):
     parameters: dict[str, Any] = Field(
         default={"temperature": 0.0}, description="Parameters of every request, named as in OpenAI's protocol."
     )
-    max_concurrent: Count = Field(default=16, description="Most requests at a time.")
     time_limit_s: Positive = Field(default=60.0, description="Seconds for each of four attempts.")
     num_retries: Annotated[int, Field(ge=0)] = Field(
         default=3, exclude=True, description="Retries, after 1, 2, 4, ... seconds."

@@ -92,6 +92,7 @@ REMOVED = MappingProxyType(
         "task.episode_order": ("longest_first", "the longest start first"),
         "task.episodes_in_flight": ("auto", "twice engine.max_batch are"),
         "task.judge.cache": ("runs/judge", "it is runs/judge"),
+        "task.judge.max_concurrent": (16, "16 requests run at a time"),
         "task.judge.num_retries": (3, "there are 3"),
         "task.min_terms": (3, "sums have 3 numbers or more, with a lower max_terms as many"),
         "task.shared": ("once", "one branch of a run trains a token that several share"),

@@ -101,7 +101,7 @@ def test_texts_are_judged_at_the_same_time(server: Server, tmp_path: Path) -> No
         return 200, '{"score": 2}'
 
     server.reply = reply
-    assert ask(judge_at(server.url, tmp_path, max_concurrent=4), *"abcd") == [2.0] * 4
+    assert ask(judge_at(server.url, tmp_path), *"abcd") == [2.0] * 4
 
 
 def test_a_busy_server_is_asked_again_and_a_refusal_is_not(server: Server, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
 """HTTP statuses of servers that may answer later."""
+_NUM_REQUESTS = 16
+"""Most requests at a time."""
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -51,7 +53,7 @@ class Judge(JudgeConfig):
         ]
         # Ask equal questions once.
         unique = list(dict.fromkeys(question for question in questions if question is not None))
-        with ThreadPoolExecutor(self.max_concurrent) as threads:
+        with ThreadPoolExecutor(_NUM_REQUESTS) as threads:
             scores = dict(zip(unique, threads.map(self._score, unique), strict=True))
         return [0.0 if question is None else scores[question] for question in questions]
 
