@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 # A resumed run may change where the judge is and how it is called, but not its model or question.
-_JUDGE_FREE = frozenset({"url", "time_limit_s"})
+_JUDGE_FREE = frozenset({"url"})
 
 
 def make_drafting(config: RlConfig) -> Drafting | None:
@@ -256,7 +256,12 @@ def load_trained(config: RlConfig, config_dir: Path, shell_dir: Path = Path()) -
     """
     model = find_model(config.model, config_dir)
     source = load_task(
-        config.task, config_dir=config_dir, shell_dir=shell_dir, model=model, max_rows=config.engine.max_batch
+        config.task,
+        config_dir=config_dir,
+        shell_dir=shell_dir,
+        model=model,
+        max_rows=config.engine.max_batch,
+        reward_time_limit_s=config.runtime.reward_time_limit_s,
     )
     return source if config.eval.share is None else _part(source, config, held_out=False)
 
@@ -274,7 +279,11 @@ def load_held_out(config: RlConfig, config_dir: Path) -> TaskSource | None:
     if section.file is not None:
         task = task.model_copy(update={"file": section.file, "max_prompts": section.max_prompts})
     source = load_task(
-        task, config_dir=config_dir, model=find_model(config.model, config_dir), max_rows=config.engine.max_batch
+        task,
+        config_dir=config_dir,
+        model=find_model(config.model, config_dir),
+        max_rows=config.engine.max_batch,
+        reward_time_limit_s=config.runtime.reward_time_limit_s,
     )
     return source if section.file is not None else _part(source, config, held_out=True)
 

@@ -109,17 +109,18 @@ def load_task(
     shell_dir: Path = Path(),
     model: Path | None = None,
     max_rows: int = 1,
+    reward_time_limit_s: float = 60.0,
 ) -> TaskSource:
     """Generate or read the prompts of a configuration in the folder `config_dir`, for the policy in the folder `model`.
 
     Custom rewards and environments are looked up there, then in `shell_dir`. `max_rows` is the number of rollouts that
-    the engine runs at a time.
+    the engine runs at a time, and a judge may take `reward_time_limit_s` for an answer.
 
     Raises:
         ConfigError, InputError: bad settings or files.
     """
     if config.kind == "prompts":
-        return _from_file(config, config_dir, shell_dir, model)
+        return _from_file(config, config_dir, shell_dir, model, reward_time_limit_s)
     if config.runs_episodes:
         return _of_environment(config, config_dir, shell_dir, model, max_rows)
     return TaskSource(task=draw_sums(config), kind=config.kind)
@@ -136,7 +137,9 @@ def draw_sums(config: TaskConfig) -> ChainedSums:
     )
 
 
-def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None) -> TaskSource:
+def _from_file(
+    config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None, reward_time_limit_s: float
+) -> TaskSource:
     assert config.file is not None, "the configuration checks it"
     folders = search_folders(config_dir)
     tokenizer = model
@@ -148,7 +151,7 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
         tokenizer=tokenizer,
         reward=_rewards(config),
         folders=(config_dir, shell_dir),
-        judge=_judge(config, shell_dir),
+        judge=_judge(config, shell_dir, reward_time_limit_s),
         template=config.template,
         max_prompts=config.max_prompts,
         max_prompt_tokens=config.max_prompt_tokens,
@@ -228,10 +231,11 @@ def _rewards(config: TaskConfig) -> str | list[WeightedReward]:
     return [WeightedReward(name=each.name, weight=each.weight) for each in config.reward]
 
 
-def _judge(config: TaskConfig, shell_dir: Path) -> Judge | None:
+def _judge(config: TaskConfig, shell_dir: Path, time_limit_s: float) -> Judge | None:
     if not config.uses_judge:
         return None
-    return Judge(**{**dict(config.judge), "cache": shell_dir / config.judge.cache})
+    own = {"cache": shell_dir / config.judge.cache, "time_limit_s": time_limit_s}
+    return Judge(**{**dict(config.judge), **own})
 
 
 def _stops_of(task: PromptsFile) -> str:

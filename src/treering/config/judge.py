@@ -39,7 +39,9 @@ class JudgeConfig(Config):
     parameters: dict[str, Any] = Field(
         default={"temperature": 0.0}, description="Parameters of every request, named as in OpenAI's protocol."
     )
-    time_limit_s: Positive = Field(default=60.0, description="Seconds for each of four attempts.")
+    time_limit_s: Positive = Field(
+        default=60.0, exclude=True, description="Seconds for each attempt; a run has runtime.reward_time_limit_s."
+    )
     num_retries: Annotated[int, Field(ge=0)] = Field(
         default=3, exclude=True, description="Retries, after 1, 2, 4, ... seconds."
     )

@@ -94,6 +94,7 @@ REMOVED = MappingProxyType(
         "task.judge.cache": ("runs/judge", "it is runs/judge"),
         "task.judge.max_concurrent": (16, "16 requests run at a time"),
         "task.judge.num_retries": (3, "there are 3"),
+        "task.judge.time_limit_s": (60.0, "runtime.reward_time_limit_s bounds each attempt"),
         "task.min_terms": (3, "sums have 3 numbers or more, with a lower max_terms as many"),
         "task.shared": ("once", "one branch of a run trains a token that several share"),
         "task.weights": ("runs", "a run counts as one sequence, however many branches it has"),

@@ -34,8 +34,8 @@ class RuntimeConfig(Config):
     )
     reward_time_limit_s: Positive = Field(
         default=60.0,
-        description="Seconds that a reward of your own may take in its trial call and, with workers, in the run, "
-        "where a slower call drops its rollout.",
+        description="Seconds that a judge may take for an answer, in each of four attempts, and a reward of your own "
+        "in its trial call and, with workers, in the run, where a slower call drops its rollout.",
     )
     worker_time_limit_s: Positive = Field(
         default=3600.0,

@@ -106,7 +106,7 @@ class Judge(JudgeConfig):
             raise self._refused(error) from error
         except (OSError, HTTPException) as error:
             raise StateError(
-                f"the judge at {self.url} must answer within task.judge.time_limit_s = "
+                f"the judge at {self.url} must answer within runtime.reward_time_limit_s = "
                 f"{self.time_limit_s:g}, and it failed {plural(self.num_retries + 1, 'time')}, at last with "
                 f"{type(error).__name__}: {error}; start it, or correct task.judge.url"
             ) from error
