@@ -41,7 +41,7 @@ def refusal(path: Path | None, *overrides: str) -> str:
 def test_a_file_gives_its_values_and_defaults_fill_the_rest(minimal: Path) -> None:
     config = load(SftConfig, minimal)
     assert (config.train.num_steps, config.data.source) == (20, "generated")
-    assert (config.train.shared, config.train.layout, config.metrics.sinks) == ("sum", "tree", ("jsonl",))
+    assert (config.train.layout, config.metrics.sinks) == ("tree", ("jsonl",))
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(minimal: Path) -> None:
@@ -248,7 +248,6 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
         (["data.template=hf"], "neither data.tokenizer nor model.path is set"),
         (["optim.warmup_steps=20"], "warmup_steps must be below num_steps = 20, got 20"),
         (["train.normalizer=constant"], "train.normalizer: one of token_mean, .*, got 'constant'"),
-        (["train.layout=packed", "train.shared=once"], "needs one tree per task"),
         (['metrics.sinks=["jsonl", "jsonl"]'], "must be distinct"),
         (["model.path=m"], "got the pre-trained model"),
         (["teacher.top_k=1", "teacher.weight=1"], "without teacher.path"),

@@ -103,6 +103,7 @@ REMOVED = MappingProxyType(
         "train.divisor": (None, "train.normalizer may be a number of tokens"),
         "train.objective": ("sft", "a [teacher] without weight is the whole loss, with a weight it is added"),
         "train.parents": ("auto", "a rule decides"),
+        "train.shared": ("sum", "a shared token counts once per branch, as in flat training"),
         "train.sharing": ("always", "every tree is shared"),
         "warmup.num_prompts": (4096, "4096 are drawn"),
         "warmup.prompts_per_step": (64, "a step has 64"),

@@ -99,19 +99,6 @@ class SftOptions(StepsOptions):
         description="Tasks per optimizer step, each one tree. auto: 8, or fewer if an epoch would have less than 16 "
         "steps.",
     )
-    shared: Literal["sum", "once"] = Field(
-        default="sum",
-        description="sum: a shared token counts once per branch, as in flat training. once: it counts one time.",
-    )
-
-    @model_validator(mode="after")
-    def _check_packed(self) -> Self:
-        if self.layout != "tree" and self.shared == "once":
-            raise ConfigError(
-                f'shared = "once" needs one tree per task, got layout = "{self.layout}"; set shared = "sum", or '
-                'layout = "tree"'
-            )
-        return self
 
 
 class SftConfig(Config):

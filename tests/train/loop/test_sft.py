@@ -152,14 +152,11 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step() -> None:
         SftLoop(build(), [], optim=optim, options=SftOptions(trees_per_step=2))
 
 
-@pytest.mark.parametrize(
-    ("options", "setting"), [({"shared": "once"}, "shared"), ({"normalizer": "tree_mean"}, "normalizer")]
-)
-def test_other_layouts_have_no_tree_of_a_task_to_share_or_average_over(options: dict[str, str], setting: str) -> None:
+def test_other_layouts_have_no_tree_of_a_task_to_average_over() -> None:
     for layout in ("joined", "packed"):
-        with pytest.raises(ConfigError, match=f'{setting} = .* needs one tree per task, got layout = "{layout}"'):
-            SftOptions(trees_per_step=1, layout=layout, **options)  # type: ignore[arg-type]
-    SftOptions(trees_per_step=1, layout="tree", **options)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f'normalizer = .* needs one tree per task, got layout = "{layout}"'):
+            SftOptions(trees_per_step=1, layout=layout, normalizer="tree_mean")  # type: ignore[arg-type]
+    SftOptions(trees_per_step=1, layout="tree", normalizer="tree_mean")
 
 
 def test_a_state_of_another_model_is_refused() -> None:

@@ -99,7 +99,7 @@ class SftLoop(Resumable[StepReport]):
 
     def _objective(self, loss_masks: Sequence[LossMask]) -> Objective:
         options = self._options
-        plain = sft(loss_masks, shared=options.shared, **options.weighting)
+        plain = sft(loss_masks, **options.weighting)
         if options.distill is None or self._teacher is None:
             return plain
         return distill_objective(options.distill, self._teacher, plain)
