@@ -122,14 +122,14 @@ def draw_learning() -> str:
     found = json.loads(REAL.read_text(encoding="utf-8"))
     runs = found["runs"]
     parts = [_text(0, 14, "SmolLM2-135M-Instruct, mean reward by step: plain loop and Treering", bold=True)]
-    for number, task in enumerate(dict.fromkeys(run["task"] for run in runs)):
-        own = [run["sides"] for run in runs if run["task"] == task]
+    tasks = list(dict.fromkeys(run["task"] for run in runs if run["temperature"] == 1.0))
+    for number, task in enumerate(tasks):
+        own = [run["sides"] for run in runs if (run["task"], run["temperature"]) == (task, 1.0)]
         lines = {side: np.mean([each[side]["reward_by_step"] for each in own], 0) for side in ("plain", "treering")}
         parts += _chart(task, lines, {"plain": ORANGE, "treering": BLUE}, left=number * 215, ends=_steps(lines))
     hour = {"treering": found["hour"]["reward_by_step"]}
-    tasks = {run["task"] for run in runs}
     parts += _chart("sums, an hour", hour, {"treering": BLUE}, left=len(tasks) * 215, ends=_steps(hour))
-    return _svg(640, 230, parts)
+    return _svg(215 * (len(tasks) + 1), 230, parts)
 
 
 def draw_forwards() -> str:
@@ -139,10 +139,9 @@ def draw_forwards() -> str:
     parts = [_text(0, 14, "Tokens per verification step by epoch and source of drafts", bold=True)]
     for number, row in enumerate(tasks):
         lines = {source: row["drafts_by_source"][source] for source in colours}
-        parts += _chart(
-            row["task"], lines, colours, left=number * 215, ends=("epoch 1", str(len(lines["all"]))), low=1.0
-        )
-    return _svg(640, 230, parts)
+        title = f"{row['task']}, temperature {row['temperature']:g}"
+        parts += _chart(title, lines, colours, left=number * 215, ends=("epoch 1", str(len(lines["all"]))), low=1.0)
+    return _svg(215 * len(tasks), 230, parts)
 
 
 def draw_kept() -> str:
