@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -107,14 +108,15 @@ def passes(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> 
 
 
 def harmless(folder: Path, model: Path, *, seed: int, on_progress: OnProgress) -> list[dict[str, Any]]:
-    """Count the passes of an epoch by `rl.rehearse`, where "auto" has the price of a GPU."""
+    """Count the passes of three steps by `rl.rehearse`, where "auto" has the price of a GPU."""
     rows = []
     for case, settings in HARMLESS.items():
         base = 0
         for mode in ("off", "auto", "on"):
             run = folder / f"harmless-{case.replace(' ', '-')}-{mode}"
             with patch.object(TorchEngine, "row_price", 0.4):
-                reports = _run(run, model, [f"rl.rehearse={mode}", *settings], max_tokens=24, seed=seed)
+                own = [f"rl.rehearse={mode}", *settings]
+                reports = _run(run, model, own, max_tokens=24, seed=seed, size=replace(SIZE, num_prompts=12))
             total = {
                 name: sum(getattr(report.engine, name) for report in reports)
                 for name in ("num_forwards", "num_rehearsed", "num_verified", "num_kept")
@@ -190,13 +192,15 @@ def difference(first: Path, second: Path) -> dict[str, float]:
     }
 
 
-def _run(folder: Path, model: Path, settings: Sequence[str], *, max_tokens: int, seed: int) -> list[Any]:
+def _run(
+    folder: Path, model: Path, settings: Sequence[str], *, max_tokens: int, seed: int, size: DemoSize = SIZE
+) -> list[Any]:
     """Run an epoch of GRPO on sums as text, without drafts; return the reports of its steps."""
-    own = write_task("sums", folder, model, SIZE, seed=seed, temperature=1.0)
+    own = write_task("sums", folder, model, size, seed=seed, temperature=1.0)
     del own["eval"]  # type: ignore[attr-defined]
     own["optim"]["learning_rate"] = 1e-6  # type: ignore[index]
     own["sampling"]["max_tokens"] = max_tokens  # type: ignore[index]
-    file = write_config(folder, SIZE, own, side="treering", seed=seed)
+    file = write_config(folder, size, own, side="treering", seed=seed)
     config = load(RlConfig, file, ["history.drafts=off", *settings])
     with open_training(config, config_dir=folder, console=PlainConsole(quiet=True)) as run:
         return list(run.steps)
