@@ -46,9 +46,10 @@ def test_a_supervised_run_and_the_command_agree_on_the_held_out_loss(commands: C
     again = evaluate("out")
     assert again["eval/loss"] == pytest.approx(found[4]["eval/loss"], rel=1e-6)
     assert again["eval/num_tokens"] == found[4]["eval/num_tokens"]
-    earlier = evaluate("out", "--step", "2", "eval.max_tasks=1")
+    earlier = evaluate("out", "--step", "2")
     assert earlier["weights"].endswith("step-000002")
-    assert earlier["eval/num_tokens"] < again["eval/num_tokens"]
+    assert earlier["eval/num_tokens"] == again["eval/num_tokens"]
+    assert earlier["eval/loss"] != again["eval/loss"]
     card = model_card(Path("out"), 4, has_tokenizer=False)
     assert (
         f"| held-out loss | {found[0]['eval/loss']:.4f} after step 0, {found[4]['eval/loss']:.4f} after step 4 |"

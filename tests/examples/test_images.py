@@ -27,7 +27,7 @@ def test_the_example_trains_on_images(tmp_path: Path, monkeypatch: pytest.Monkey
     example["write_model"]()
     example["write_data"](num_solved=64, num_prompts=4)
     run(monkeypatch, "sft", str(FOLDER / "start.toml"), "train.num_steps=20")
-    small = ["rl.num_steps=2", "rl.prompts_per_step=4", "eval.max_prompts=2"]
+    small = ["rl.num_steps=2", "rl.prompts_per_step=4"]
     model = "model.path=runs/dots_start/checkpoints/step-000020"
     run(monkeypatch, "train", str(FOLDER / "config.toml"), model, *small)
     lines = (tmp_path / "runs" / "dots" / "metrics.jsonl").read_text().splitlines()

@@ -98,8 +98,7 @@ def split_corpus(
 def read_files(config: SftConfig, *, config_dir: Path, model: Path | None) -> Corpus:
     """Return the tasks of `eval.files`; the arguments are those of `split_corpus`."""
     data = config.data.model_copy(update={"files": config.eval.files, "max_tasks": None})
-    held = load_corpus(data, config_dir=config_dir, model=model)
-    return replace(held, tasks=held.tasks[: config.eval.max_tasks])
+    return load_corpus(data, config_dir=config_dir, model=model)
 
 
 def _shared_out(config: SftConfig, corpus: Corpus) -> tuple[Corpus, Corpus]:
@@ -109,7 +108,7 @@ def _shared_out(config: SftConfig, corpus: Corpus) -> tuple[Corpus, Corpus]:
     notes = (*corpus.notes, *section.share_notes(ids, "tasks"))
     trained = replace(corpus, tasks=tuple(task for task, is_held in both if not is_held), notes=notes)
     held = tuple(task for task, is_held in both if is_held)
-    return trained, replace(corpus, tasks=held[: section.max_tasks], notes=())
+    return trained, replace(corpus, tasks=held, notes=())
 
 
 def _notes(held: Corpus, trained: Corpus) -> list[str]:

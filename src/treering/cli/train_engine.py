@@ -277,7 +277,7 @@ def load_held_out(config: RlConfig, config_dir: Path) -> TaskSource | None:
         return None
     task = config.task
     if section.file is not None:
-        task = task.model_copy(update={"file": section.file, "max_prompts": section.max_prompts})
+        task = task.model_copy(update={"file": section.file, "max_prompts": None})
     source = load_task(
         task,
         config_dir=config_dir,
@@ -351,5 +351,5 @@ def _part(source: TaskSource, config: RlConfig, *, held_out: bool) -> TaskSource
     held = section.held_out(ids, "prompts")
     notes = source.notes if held_out else (*source.notes, *section.share_notes(ids, "prompts"))
     numbers = [number for number, is_held in enumerate(held) if is_held == held_out]
-    chosen = ChosenPrompts(prompts, numbers[: section.max_prompts] if held_out else numbers)
+    chosen = ChosenPrompts(prompts, numbers)
     return replace(source, task=source.task.subset(chosen), notes=notes)

@@ -89,7 +89,6 @@ class SftEvalConfig(EvalConfig):
     """Held-out trajectories; without them there is no evaluation."""
 
     files: FilePaths = Field(default=(), description="Held-out trajectory files, read with the settings of [data].")
-    max_tasks: Count | None = Field(default=None, description="Most held-out tasks to evaluate; none: all.")
 
     @property
     def own_data(self) -> tuple[Path, ...]:
@@ -103,7 +102,6 @@ class RlEvalConfig(EvalConfig):
     file: FilePath | None = Field(
         default=None, description='Held-out prompts, read with the settings of [task]; for task.kind = "prompts".'
     )
-    max_prompts: Count | None = Field(default=None, description="Most held-out prompts to evaluate; none: all.")
     num_samples: Count = Field(default=1, description="Rollouts per prompt; pass@k is reported for k = 1, 2, 4, ...")
     temperature: NonNegative = Field(default=0.0, description="Divides the logits; 0: greedy sampling.")
     pass_reward: float = Field(default=1.0, description="Smallest reward that passes.")

@@ -66,6 +66,8 @@ REMOVED = MappingProxyType(
         "engine.duplicate_rows": ("auto", "a rule decides"),
         "engine.max_prefill": (512, "it is 512"),
         "engine.seed": (0, "rl.seed is the seed of the noise too"),
+        "eval.max_prompts": (None, "a smaller eval.share or eval.file evaluates fewer"),
+        "eval.max_tasks": (None, "a smaller eval.share or eval.files evaluates fewer"),
         "eval.max_tokens": (None, "sampling.max_tokens bounds held-out rollouts too"),
         "history.shape": ("tree", "drafts are trees"),
         "history.sources": (["history", "siblings", "own", "others"], "drafts come from all of them"),
