@@ -135,7 +135,7 @@ def build_model(
 
     Args:
         config: the [model] section.
-        num_ids: number of token ids in the data; the vocabulary of a random model without `vocab_size`.
+        num_ids: number of token ids in the data; the vocabulary of a random model.
         seed: of random weights; changes torch's random state.
         folder: where `config.path` was found; None for a random model.
         lora: the [lora] section; None adds no adapters.
@@ -156,8 +156,10 @@ def build_model(
     model = _random(config, num_ids, seed) if folder is None else _load(folder, takes_images=takes_images)
     vocab_size = int(model.config.get_text_config().vocab_size)
     if vocab_size < num_ids:
-        fix = "set model.vocab_size to that" if folder is None else "use the tokenizer of this model"
-        raise ConfigError(f"the data has token ids up to {num_ids - 1}, but the model has {vocab_size} ids; {fix}")
+        raise ConfigError(
+            f"the data has token ids up to {num_ids - 1}, but the model has {vocab_size} ids; use the tokenizer of "
+            "this model"
+        )
     if lora is not None and lora.rank is not None and folder is not None:
         torch.manual_seed(seed)
         # A revision means that the path is a hub id, as set by `as_started`.
@@ -308,7 +310,7 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=config.vocab_size or num_ids,
+            vocab_size=num_ids,
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,

@@ -25,10 +25,9 @@ class ModelConfig(Config):
     path: ModelPath | None = Field(
         default=None,
         description="Hugging Face model: a folder, or a hub id such as Qwen/Qwen3-0.6B; none: a random model of this "
-        "shape.",
+        "shape, with as many token ids as the data or its tokenizer.",
     )
     revision: Revision = None
-    vocab_size: Count | None = Field(default=None, description="Number of token ids; none: as many as the data needs.")
     hidden_size: Count = Field(
         default=128, description="Width of the residual stream, and of all heads; a multiple of 2 num_heads."
     )

@@ -75,6 +75,7 @@ REMOVED = MappingProxyType(
         "metrics.log_completions_every": (10, "every tenth step has a table"),
         "model.head_size": (32, "it is hidden_size / num_heads"),
         "model.num_kv_heads": (2, "pairs of query heads share keys and values"),
+        "model.vocab_size": (None, "a random model has as many token ids as the data or its tokenizer"),
         "optim.eps": (1e-8, "it is 1e-8"),
         "rl.divisor": (None, "rl.normalizer may be a number of tokens"),
         "rl.importance": (None, "rl.max_importance caps the weight of each token"),

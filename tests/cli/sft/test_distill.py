@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,23 @@ from treering.config.model import ModelConfig
 from treering.errors import InputError, StateError
 
 FILES = 'files = ["set.jsonl"]'
-DISTILL = ("teacher.path=teacher", "model.vocab_size=32")
+DISTILL = ("teacher.path=teacher",)
+
+
+def of_student(folder: Path) -> Path:
+    """Write a run of a small model with the teacher's vocabulary."""
+    build("llama", seed=1).save_pretrained(folder / "student")
+    path = config(folder, FILES)
+    head, shape, rest = re.split(r"(?<=\[model\]\n)(.*?)(?=\n\[)", path.read_text(), maxsplit=1, flags=re.DOTALL)
+    assert "num_heads" in shape
+    path.write_text(f'{head}path = "student"\ndevice = "cpu"\n{rest}')
+    return path
 
 
 def test_a_run_with_a_teacher_trains_and_resumes(folder: Path, sft: Call) -> None:
     build("llama", seed=2).save_pretrained(folder / "teacher")
     write_set(folder / "set.jsonl", *([1, 2, 3, 4, i] for i in range(8)))
-    path = config(folder, FILES)
+    path = of_student(folder)
     whole, _ = sft(path, *DISTILL, "run.dir=whole")
     assert [step["train/divergence"] > 0 for step in metrics_of(folder / "whole")] == [True] * 4
     assert whole["last_loss"] < whole["first_loss"]
@@ -43,4 +54,4 @@ def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(
         load_teacher(folder / "none", model, tokenizer=None)
     write_set(folder / "set.jsonl", [1, 2, 3], [1, 2, 4])
     with pytest.raises(InputError, match="share the student's tokenizer"):
-        sft(config(folder, FILES), DISTILL[0], "model.vocab_size=33")
+        sft(config(folder, FILES), DISTILL[0])
