@@ -36,6 +36,7 @@ from treering.engine.protocol import Request, Rollout, RolloutKey, Sampling
 from treering.engine.sampling.noise import call_id
 from treering.errors import ConfigError, ContextFullError, InputError, StateError, UnsupportedError
 from treering.extras import require
+from treering.files.writing import FULL
 from treering.rl.environments.chat import ChatTokens
 from treering.rl.tasks.text_tokens import TextTokens, find_stop_tokens
 from treering.serving.bodies import (
@@ -207,7 +208,12 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(400, str(error))
     if isinstance(error, StateError):
         return Refusal(503, str(error))
-    return Refusal(500, f"{type(error).__name__}: {error}")
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
+        return Refusal(503, f"memory is full ({words}); send less at once, or serve with a lower --max-tokens")
+    if isinstance(error, OSError) and error.errno in FULL:
+        return Refusal(503, f"the server's disk is full ({words}); free space there, and send it again")
+    return Refusal(500, words)
 
 
 def as_json(refusal: Refusal) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from treering.rl.model_samplers import EngineOptions
 from treering.serving import HostSampler, Server, ServerSettings
 from treering.serving.tinker.routes import TinkerOptions, TinkerRoutes
 from treering.serving.tinker.training_thread import Job
+from treering.types import TokenIds
 
 NAME = "tiny/model"
 NUM_POSITIONS = 64
@@ -31,17 +32,22 @@ PROMPT = [3, 5, 7, 2]
 ADAM = tinker.AdamParams(learning_rate=1e-2)
 
 
+def decode(tokens: TokenIds) -> str:
+    """Return a letter for each token."""
+    return "".join(chr(ord("A") + token) for token in tokens.tolist())
+
+
 @contextmanager
 def serving(
     folder: Path, *, wide: bool = True, drafts: bool = True, key: str | None = None, **given: Any
 ) -> Iterator[tuple[str, TinkerRoutes]]:
     """Return the address of a server, and its routes."""
     model = (build_float64() if wide else build()).eval()
-    engine = EngineOptions(max_batch=8, max_tokens=1024, drafts=drafts)
+    engine = EngineOptions(max_batch=8, max_tokens=1024, drafts=drafts, decode=decode)
     options = TinkerOptions(
         folder=folder, num_positions=NUM_POSITIONS, engine=engine, stop_tokens=(EOS,), log=lambda _: None, **given
     )
-    with EngineHost(TorchEngine(model, max_batch=8, max_tokens=1024, costs="none")) as host:
+    with EngineHost(TorchEngine(model, max_batch=8, max_tokens=1024, costs="none", decode=decode)) as host:
         routes = TinkerRoutes(model, NAME, options, host)
         with Server(
             HostSampler(host),
