@@ -54,6 +54,35 @@ def _num_prompt_tokens(row: Any) -> int:
     return int(prompt.tokens.size)
 
 
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_the_log_holds_what_workers_kept_of_each_rollout(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+    end, early = Rehearsal.end, dict[Any, list[int]]()
+
+    def end_seen(self: Rehearsal, engine: Any) -> None:
+        end(self, engine)
+        early.update({key: tokens.tolist() for key, tokens in self.tokens.items()})
+
+    monkeypatch.setattr(Rehearsal, "end", end_seen)
+    num_logged = 0
+    with pipeline(num_steps=NUM_STEPS, num_workers=num_workers, rehearse="on") as loop:
+        for _ in range(NUM_STEPS):
+            loop.step()
+            for each in loop.latest:
+                tokens = early.get((each.task_id, each.epoch, each.trial))
+                # Another worker may have sampled the rollout, which then lost its rehearsal.
+                assert each.rehearsed is not None or tokens is None or num_workers > 1
+                if each.rehearsed is None:
+                    continue
+                assert each.tokens is not None
+                assert each.loss_mask is not None
+                response = each.tokens[each.loss_mask].tolist()
+                assert tokens is not None
+                same = [early_one == token for early_one, token in zip(tokens, response, strict=False)]
+                assert each.rehearsed == (len(tokens), [*same, False].index(False))
+                num_logged += 1
+    assert num_logged > 0
+
+
 def test_stolen_requests_lose_their_rehearsals_and_no_token(synchronous: Result) -> None:
     with pipeline(num_steps=NUM_STEPS, policy=Lopsided("queued"), rehearse="on") as loop:
         assert_same(run(loop, NUM_STEPS), synchronous)

@@ -144,6 +144,27 @@ def _is_turn(value: object) -> bool:
     return is_number and 0 <= value[1] < float("inf")
 
 
+class Rehearsed(NamedTuple):
+    """The first tokens of a rollout, if they were sampled before its step; see docs/rehearsal.md."""
+
+    num_tokens: int
+    """Tokens that were sampled early; the rollout may have fewer."""
+    num_kept: int
+    """Tokens before the first one that the weights of the step drew differently."""
+
+
+def decode_rehearsed(record: Mapping[str, Any]) -> Rehearsed | None:
+    """Decode the field "rehearsed" of a record; None if it is absent or has another meaning.
+
+    >>> decode_rehearsed({"rehearsed": [12, 9]})
+    Rehearsed(num_tokens=12, num_kept=9)
+    """
+    value = record.get("rehearsed")
+    if not isinstance(value, list) or len(value) != 2 or not all(is_count(number, least=0) for number in value):
+        return None
+    return Rehearsed(*value) if value[1] <= value[0] else None
+
+
 TaskId: TypeAlias = str | int
 """A dataset key, the same for all trials of a task."""
 
@@ -271,6 +292,8 @@ class Trajectory:
     """Side of a preference pair; the rejected trajectory follows the chosen one."""
     episode: EpisodePart | None = None
     """Part of an environment's episode that this branch is; only with tokens."""
+    rehearsed: Rehearsed | None = None
+    """What was sampled of the rollout before its step; None if nothing was."""
     where: str = ""
     """Place in a file, such as FILE:LINE, for errors; "" without a file."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from treering.config.engine import Sampling as Sampling
 from treering.data.image import PlacedImage, check_image_positions
-from treering.data.trajectory import valid_text
+from treering.data.trajectory import Rehearsed, valid_text
 from treering.errors import ConfigError, InputError
 from treering.types import MAX_TOKEN_ID, LossMask, PromptId, TokenIds
 
@@ -85,6 +85,8 @@ class Rollout:
     """Id of the call, as in `Request.call`."""
     top: TopLogprobs | None = None
     """Likeliest tokens, if `Sampling.num_top_logprobs` asked for them; an observation or a branch drops them."""
+    rehearsed: Rehearsed | None = None
+    """How much of it was rehearsed and kept; engines leave it None, and a loop sets it on finished rollouts."""
 
     def __post_init__(self) -> None:
         for name in _ARRAYS[1:]:
@@ -165,6 +167,7 @@ class Rollout:
             branched_from=self.sample,
             num_shared=num_tokens,
             top=None,
+            rehearsed=None,
         )
 
     def _reason_at(self, num_tokens: int) -> FinishReason:

@@ -176,7 +176,12 @@ def _prompt_content(prompt: PromptId, group: Sequence[Trajectory], origins: Sequ
         "id": str(prompt),
         "forest": draw(group),
         "rollouts": [
-            {"tokens": tokens_of(each).tolist(), "origins": letters, "logprobs": _logprobs(each)}
+            {
+                "tokens": tokens_of(each).tolist(),
+                "origins": letters,
+                "logprobs": _logprobs(each),
+                "rehearsed": rehearsal_marks(each),
+            }
             for each, letters in zip(group, origins, strict=True)
         ],
     }
@@ -341,6 +346,24 @@ def bounds_of(groups: Sequence[Sequence[Trajectory]], shape: ModelShape) -> dict
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+KEPT, CHANGED, UNMARKED = "kc-"
+
+
+def rehearsal_marks(each: Trajectory) -> str | None:
+    """Return a letter per token of a rollout: `KEPT`, `CHANGED` for the first changed one, or `UNMARKED`.
+
+    None if nothing of the rollout was rehearsed, or its run did not log it.
+
+    Example: with 3 rehearsed tokens, of which 2 were kept, a rollout of 5 tokens after a prompt of two is "--kkc--".
+    """
+    if each.rehearsed is None:
+        return None
+    num_tokens, start = tokens_of(each).size, 0 if each.loss_mask is None else int(each.loss_mask.argmax())
+    marks = UNMARKED * start + KEPT * each.rehearsed.num_kept
+    marks += CHANGED if each.rehearsed.num_kept < each.rehearsed.num_tokens else ""
+    return marks[:num_tokens].ljust(num_tokens, UNMARKED)
 
 
 LETTERS = "hsox"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from treering.data.trajectory import Turn
 from treering.engine.protocol import Engine, Request, Rollout, RolloutKey, Sampling
 from treering.errors import ConfigError, InputError, StateError, plural
-from treering.rl.rehearsal import with_rehearsed
+from treering.rl.rehearsal import with_kept, with_rehearsed
 from treering.rl.tasks.task import Prompt, Task, as_score
 from treering.rl.user_code import contained, in_words
 from treering.types import PromptId, TokenIds
@@ -263,7 +263,7 @@ def collect(
                 on_progress(0)
             for rollout in engine.step():
                 prompt = run.prompt_of(rollout)
-                result = evaluate_rollout(task, prompt, rollout)
+                result = evaluate_rollout(task, prompt, with_kept(rollout, rehearsed))
                 run.take(result)
                 if on_finished is not None:
                     on_finished(result.rollout)

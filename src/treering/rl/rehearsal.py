@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from treering.data.trajectory import Rehearsed
+from treering.engine.kv_cache import count_common
 from treering.engine.protocol import Engine, EngineStats, Request, Rollout, RolloutKey
 from treering.types import TokenIds
 
@@ -79,9 +81,8 @@ class Rehearsal:
     def rest_of(self, rollout: Rollout) -> TokenIds:
         """Return a finished rollout's rehearsed tokens after the first change; other rollouts may draft from them."""
         tokens = self.tokens.get(rollout.key, rollout.tokens[:0])
-        size = min(tokens.size, rollout.num_tokens)
-        changed = (tokens[:size] != rollout.tokens[:size]).nonzero()[0]
-        return tokens[changed[0] + 1 :] if changed.size else tokens[:0]
+        num_kept = count_common(tokens, rollout.tokens)
+        return tokens[num_kept + 1 :] if num_kept < min(tokens.size, rollout.num_tokens) else tokens[:0]
 
     def state(self) -> dict[str, Any]:
         """Return the checkpoint state; a loop that loses it samples the tokens again, with the same result."""
@@ -125,3 +126,14 @@ def with_rehearsed(requests: Sequence[Request], tokens: Mapping[RolloutKey, Toke
     Example: with {("q", 1, 0): [7, 8]} that request has `rehearsed` [7, 8], and the others have none.
     """
     return [replace(each, rehearsed=tokens[each.key]) if each.key in tokens else each for each in requests]
+
+
+def with_kept(rollout: Rollout, tokens: Mapping[RolloutKey, TokenIds]) -> Rollout:
+    """Return a finished rollout with how many of its rehearsed tokens it kept, if there are any.
+
+    Example: if [7, 8, 9] were rehearsed and the rollout is [7, 8, 3, 1], it has `rehearsed` (3, 2).
+    """
+    early = tokens.get(rollout.key)
+    if early is None:
+        return rollout
+    return replace(rollout, rehearsed=Rehearsed(early.size, count_common(early, rollout.tokens)))

@@ -284,6 +284,7 @@ def _trajectory(
         step=step,
         epoch=epoch,
         version=int(rollout.versions[-1]),
+        rehearsed=rollout.rehearsed,
     )
 
 

@@ -14,7 +14,7 @@ from treering.ranks.group import RankGroup
 from treering.rl.drafting import make_drafter
 from treering.rl.environments.environment import Environment, EnvironmentTask
 from treering.rl.environments.episodes import Episode, Episodes, Run
-from treering.rl.rehearsal import Rehearsal, with_rehearsed
+from treering.rl.rehearsal import Rehearsal, with_kept, with_rehearsed
 from treering.runtime.messages import (
     BeginStep,
     CloseEnvironment,
@@ -109,6 +109,10 @@ class StepEngine:
         """Record the lengths of ended rollouts."""
         self._lengths += [rollout.num_tokens for rollout in rollouts]
         self._begin_rehearsals()
+
+    def with_kept(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return ended rollouts with how much of their rehearsals they kept."""
+        return [with_kept(rollout, self._rehearsal.tokens) for rollout in rollouts]
 
     def _begin_rehearsals(self) -> None:
         if self._early and (self.engine.num_unfinished == 0 or self.engine.row_price < 1.0):
@@ -276,7 +280,7 @@ class RolloutWorker:
             self._reported_s, self._is_report_received = time.perf_counter(), False
         return EndedWork(
             step=self._own.step,
-            ended=rollouts,
+            ended=self._own.with_kept(rollouts),
             given=given,
             progress=progress,
             stats=self._own.take_stats(),

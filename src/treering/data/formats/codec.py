@@ -22,7 +22,15 @@ from treering.data.formats.json_fields import (
     text_field,
 )
 from treering.data.image import MessageImage
-from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory, decode_episode, encode_episode
+from treering.data.trajectory import (
+    Message,
+    TaskId,
+    ToolCall,
+    Trajectory,
+    decode_episode,
+    decode_rehearsed,
+    encode_episode,
+)
 from treering.errors import InputError
 from treering.types import LossMask, TokenIds
 
@@ -103,6 +111,7 @@ def decode(record: object) -> Trajectory:
         format=text_field(record, "format") or "chat",
         preference=_preference(record),
         episode=None if tokens is None else decode_episode(record),
+        rehearsed=decode_rehearsed(record),
         **decode_scalars(record),
     )
 
@@ -210,6 +219,7 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
         values = getattr(trajectory, key)
         record[key] = None if values is None else values.tolist()
     record["episode"] = None if trajectory.episode is None else encode_episode(trajectory.episode)
+    record["rehearsed"] = None if trajectory.rehearsed is None else list(trajectory.rehearsed)
     return {key: value for key, value in record.items() if value is not None}
 
 

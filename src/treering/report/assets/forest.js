@@ -9,6 +9,11 @@ const ORIGINS = {
   o: ["own context", "drafted from earlier in the same rollout"],
   x: ["others", "drafted from rollouts of other prompts"],
 };
+const MARKS = {
+  k: ["kept", "rehearsed before its step, and drawn the same by the weights of the step", "kept"],
+  c: ["first change", "the first rehearsed token that the weights of the step drew differently", "changed"],
+};
+const hasRehearsals = content.prompts.some((prompt) => prompt.rollouts.some((rollout) => rollout.rehearsed));
 const hasTexts = Object.keys(content.texts).length > 0;
 const textOf = (token) => content.texts[token] ?? String(token);
 const oneLine = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
@@ -102,11 +107,14 @@ function tokenSpan(rollout, at) {
   const letter = rollout.origins[at];
   const token = rollout.tokens[at];
   const text = textOf(token);
-  const span = html("i", { class: hasTexts ? letter : `${letter} ids` }, text === "\n" ? "⏎\n" : text);
+  const mark = MARKS[rollout.rehearsed?.[at]];
+  const classes = [letter, ...(hasTexts ? [] : ["ids"]), ...(mark ? [mark[2]] : [])].join(" ");
+  const span = html("i", { class: classes }, text === "\n" ? "⏎\n" : text);
   span.addEventListener("pointermove", (event) => {
     const logprob = rollout.logprobs?.[at];
     const chance = isNumber(logprob) && letter !== "g" ? `\nprobability ${format(Math.exp(logprob))}` : "";
-    showTip(event, `${ORIGINS[letter][0]}: ${ORIGINS[letter][1]}\ntoken ${token}, position ${at}${chance}`);
+    const rehearsed = mark ? `\n${mark[0]}: ${mark[1]}` : "";
+    showTip(event, `${ORIGINS[letter][0]}: ${ORIGINS[letter][1]}${rehearsed}\ntoken ${token}, position ${at}${chance}`);
   });
   span.addEventListener("pointerleave", hideTip);
   return span;
@@ -165,8 +173,10 @@ function originCard() {
     : "This run has no drafts, so the model sampled each token itself.";
   element.append(html("p", { class: "help" }, isRl ? `Coloured tokens were drafted and accepted, so they cost no extra forward pass. ${how}` : "Grey tokens are read, framed ones are trained."));
   if (!content.prompts.length) return element;
+  if (hasRehearsals) element.append(html("p", { class: "help" }, "A line above a token: it was rehearsed, that is sampled before its step, and kept. A frame: the first rehearsed token that changed. Kept tokens are drawn again many in a pass, without drafts."));
   const select = html("select", { id: "rollout-select" });
   const keys = html("div", { class: "legend", id: "origin-counts" });
+  const marks = html("div", { class: "legend", id: "rehearsal-counts" });
   const text = html("div", { class: "text", id: "rollout-text", tabindex: "0" });
   const given = html("div", { class: "text", id: "prompt-text" });
   const folded = html("details", {}, html("summary", {}, ""), given);
@@ -181,6 +191,8 @@ function originCard() {
     const all = rollout.origins.length - counts.g;
     const shown = Object.entries(counts).filter(([letter, count]) => count || (isRl && letter !== "g"));
     keys.replaceChildren(...shown.map(([letter, count]) => html("span", { "data-origin": letter, "data-value": count }, html("span", { class: `key ${letter}` }, ORIGINS[letter][0]), letter === "g" ? format(count) : `${format(count)} (${all ? Math.round((100 * count) / all) : 0} %)`)));
+    const marked = (letter) => [...(rollout.rehearsed ?? "")].filter((each) => each === letter).length;
+    if (hasRehearsals) marks.replaceChildren(...Object.entries(MARKS).map(([letter, [name, , style]]) => html("span", { "data-mark": letter, "data-value": marked(letter) }, html("span", { class: `key ${style}` }, name), format(marked(letter)))));
     // All rollouts begin with the prompt, so fold it.
     const start = promptEnd(rollout);
     const spans = rollout.tokens.map((_, at) => tokenSpan(rollout, at));
@@ -191,7 +203,7 @@ function originCard() {
   };
   select.addEventListener("change", () => choose(selected.prompt, Number(select.value)));
   listeners.push(show);
-  element.append(html("div", { class: "controls" }, html("label", {}, isRl ? "Rollout" : "Trajectory", select)), keys, folded, text);
+  element.append(html("div", { class: "controls" }, html("label", {}, isRl ? "Rollout" : "Trajectory", select)), keys, ...(hasRehearsals ? [marks] : []), folded, text);
   show();
   return element;
 }
