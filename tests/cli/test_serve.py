@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.models import build
+from treering.cli.serve import run_serve
 from treering.cli.serve.run_serve import opened
 from treering.cli.serve.serve_options import ServeOptions
+from treering.config.lora import LoraOptions
 from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError, InputError, UnsupportedError
+from treering.serving.tinker.routes import TinkerOptions
+from treering.train.loop.lora_adapters import adapter_tensors, add_lora, save_adapter
 
 OPTIONS = {"port": 0, "max_batch": 2, "max_tokens": 64, "device": "cpu"}
 
@@ -59,4 +63,45 @@ def test_wrong_options_are_refused(
     monkeypatch.chdir(tmp_path)
     build().save_pretrained("model")
     with pytest.raises(error, match=words), opened(ServeOptions(**({"name": "model"} | OPTIONS | given))):
+        pass
+
+
+class Routes:
+    """Stands in for Tinker's routes, whose package is not installed here, and keeps their options."""
+
+    given: list[TinkerOptions]
+
+    def __init__(self, _model: object, _name: str, options: TinkerOptions, _host: object) -> None:
+        self.given.append(options)
+
+    def routes(self, _server: object) -> list[object]:
+        return []
+
+    async def close(self) -> None: ...
+
+
+def test_options_of_training_reach_its_routes_and_adapters_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Routes, "given", [], raising=False)
+    monkeypatch.setattr(run_serve, "TinkerRoutes", Routes)
+    model = build()
+    model.save_pretrained("model")
+    cases: list[dict[str, object]] = [{}, {"sharing": "off", "drafts": "off", "checkpoints": Path("kept")}]
+    for case in cases:
+        with opened(ServeOptions(name="model", train=True, **(OPTIONS | case))):  # type: ignore[arg-type]
+            pass
+    found = [(each.shares, each.engine.drafts, each.folder) for each in Routes.given]
+    assert found == [(True, True, Path("runs/tinker")), (False, False, Path("kept"))]
+    assert {(each.num_positions, each.engine.max_batch, each.engine.max_tokens) for each in Routes.given} == {
+        (64, 2, 64)
+    }
+    add_lora(model, LoraOptions(rank=2), base="model")
+    Path("adapted").mkdir()
+    save_adapter(model, adapter_tensors(model, dict(model.named_parameters())), Path("adapted"))
+    with (
+        pytest.raises(UnsupportedError, match="merge them first"),
+        opened(ServeOptions(name="adapted", train=True, **OPTIONS)),  # type: ignore[arg-type]
+    ):
         pass
