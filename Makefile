@@ -70,12 +70,14 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt | $(STAMP)
 	$(INSTALL) -c constraints.txt -c constraints-trl.txt -e '.[dev,liger,trl]' deepspeed
 	touch $@
 
-# With Tinker's own client, which brings 57 packages, in an environment of its own. It warns of its own.
+# With Tinker's own client, which brings 57 packages, in an environment of its own. It warns of its own. Then each fault of
+# a server that trains, half a minute.
 TINKER := .venv-tinker
 TINKER_TESTS ?= tests/integrations/tinker
 tinker-test: $(TINKER)/.installed
 	OMP_NUM_THREADS=1 $(TINKER)/bin/python -m pytest -n $(WORKERS) --dist loadfile -o filterwarnings=default \
 	  -m "$(MARKS)" $(TINKER_TESTS)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(TINKER)/bin/python -m benchmarks faults --cases 5 --only tinker
 
 $(TINKER)/.installed: pyproject.toml constraints.txt constraints-tinker.txt | $(STAMP)
 	$(ENVIRONMENT)

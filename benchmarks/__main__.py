@@ -78,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--prompts": {"dest": "num_prompts", "type": int, "metavar": "N", "help": "of each task of GRPO; 32"},
     "--folder": {"type": Path, "metavar": "DIR", "help": "keeps each part that is done; runs/real"},
     "--cases": {"dest": "num_cases", "type": int, "metavar": "N", "help": "how many faults; 300"},
-    "faults --only": {"metavar": "KIND", "help": "this kind alone, as a note about a failure names it"},
+    "faults --only": {"metavar": "KIND", "help": "this kind alone, as a note about a failure names it; or tinker"},
     "--seed": {"type": int, "metavar": "N", "help": "of the first case; the others have the next ones"},
     "rehearsal --folder": {"type": Path, "metavar": "DIR", "help": "keeps each part that is done; runs/rehearsal"},
     "rehearsal --seed": {"type": int, "metavar": "N", "help": "of sums, noise and adapters; 0"},

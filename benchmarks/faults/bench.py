@@ -66,8 +66,8 @@ def measure(
         num_cases: how many; below about 200 not every damage of every file is among them.
         seed: of the first case; the others have the following ones.
         full: whether data sets have a million rows and lines of 100 MB, a fiftieth of which they have otherwise.
-        only: a kind as the notes name it, or a row of the table, which every case then is of; with its seed a kind
-            repeats a failure.
+        only: a kind as the notes name it, a row of the table, or "tinker" for the rows of its protocol; every case is
+            then of it, and with its seed a kind repeats a failure.
         on_progress: called with a line and the share that is done.
 
     Raises:
@@ -111,7 +111,7 @@ def chosen(num_cases: int, seed: int, *, only: str | None = None, has_disks: boo
 
 def _named(name: str) -> list[Kind]:
     kinds = [kind for each in (*(kinds for kinds, _ in _SHARES), DAMAGED) for kind in each]
-    found = [kind for kind in kinds if name in (kind.name, str(kind))]
+    found = [kind for kind in kinds if name in (kind.name, str(kind)) or (name == "tinker" and kind in TINKER)]
     if not found:
         raise InputError(f"--only names a kind of fault, got {name!r}; there are {'; '.join(map(str, kinds))}")
     return found

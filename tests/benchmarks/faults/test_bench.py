@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.faults.bench import measure
+from benchmarks.faults.bench import chosen, measure
 from benchmarks.faults.damage import MARKER
 from benchmarks.faults.judge import TOLERANCE, judge
 from benchmarks.faults.runs import Ended
 from benchmarks.faults.task import Task
+from benchmarks.faults.tinker import TINKER
 from safetensors.torch import save_file
 
 from treering.errors import InputError
@@ -62,6 +63,10 @@ def test_only_a_lost_history_may_change_the_rounding_of_weights(tmp_path: Path) 
     task = Task(config=tmp_path, whole=finished(tmp_path / "whole"), half=tmp_path, num_steps=2)
     for name, weight, ending in (("a", 1 + TOLERANCE / 2, "same weights"), ("b", 1 + 2 * TOLERANCE, "failure")):
         assert judge(task, finished(tmp_path / name / "run", weight=weight), ended(), may_round=True).ending == ending
+
+
+def test_the_faults_of_tinkers_protocol_run_alone_by_their_name() -> None:
+    assert chosen(len(TINKER) + 1, 0, only="tinker") == [*TINKER, TINKER[0]]
 
 
 def test_an_executed_pickle_is_a_failure(tmp_path: Path) -> None:
