@@ -129,6 +129,8 @@ def test_batches_and_calls_that_are_sent_twice_run_once(server: tuple[str, Tinke
     before = routes.stats()["sampling"]["sampled_tokens"]
     tickets = [ask(url, "asample", {**call, "sampling_params": params}) for _ in range(3)]
     assert tickets == [tickets[0]] * 3
+    status, refused = ask(url, "retrieve_future", tickets[0][1], Accept="application/json")
+    assert (status, "application/x-protobuf" in refused["error"]["message"]) == (406, True)
     answers = [ask(url, "retrieve_future", tickets[0][1]) for _ in range(2)]
     assert answers[0] == answers[1]
     assert routes.stats()["sampling"]["sampled_tokens"] == before + 8

@@ -133,6 +133,10 @@ class TinkerRoutes:
         async def retrieve(request: "web.Request") -> "web.Response":
             found = await self._retrieve(Fields(await server.read_json(request), "the body"))
             if isinstance(found, bytes):
+                if not re.search(r"protobuf|\*/\*", accepted := request.headers.get("Accept", "*/*")):
+                    raise Refusal(
+                        406, f"this answer is in protobuf, got Accept: {accepted!r:.80}; accept application/x-protobuf"
+                    )
                 return web.Response(body=found, content_type="application/x-protobuf")
             return web.json_response(found)
 
