@@ -17,6 +17,7 @@ from treering.engine.batch.step_inputs import (
     sample_and_verify,
 )
 from treering.engine.batch.token_batch import of_sequence
+from treering.engine.rehearsals import with_chains
 from treering.engine.sampling.noise import row_key
 from treering.engine.sampling.torch_sampling import sample
 from treering.errors import StateError
@@ -127,6 +128,20 @@ def test_trees_give_the_tokens_of_the_walk_on_cpu(seed: int, cut: str) -> None:
     expected = sample_and_verify(logits, inputs, columns, drafts)
     assert_same(verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts), expected)
     assert (expected.num_tokens > 1).any()
+
+
+def test_rehearsed_chains_longer_than_any_draft_give_the_tokens_of_the_walk_on_cpu() -> None:
+    rng, size = np.random.default_rng(0), 3 * MOST_DRAFTS + 5
+    columns = columns_of(2)
+    best = rng.integers(0, 5, size + 1).astype(np.int32)
+    changed = best[:-1].copy()
+    changed[2 * MOST_DRAFTS + 7] = (changed[2 * MOST_DRAFTS + 7] + 1) % 5
+    drafts = with_chains(make_drafts([([], []), ([], [])]), {0: best[:-1], 1: changed})
+    inputs = inputs_of([0, 1], drafts)
+    logits = torch.from_numpy(np.tile(100 * np.eye(5, dtype=np.float32)[best], (2, 1)))
+    expected = sample_and_verify(logits, inputs, columns, drafts)
+    assert expected.num_tokens.tolist() == [size + 1, 2 * MOST_DRAFTS + 8]
+    assert_same(verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts), expected)
 
 
 @pytest.mark.parametrize("has_duplicates", [False, True])
