@@ -87,6 +87,9 @@ class Rollout:
     """Likeliest tokens, if `Sampling.num_top_logprobs` asked for them; an observation or a branch drops them."""
     rehearsed: Rehearsed | None = None
     """How much of it was rehearsed and kept; engines leave it None, and a loop sets it on finished rollouts."""
+    routed_experts: NDArray[np.int16] | None = None
+    """int16 [P + R - 1, layers, experts per token], the experts of each token of prompt and rollout but the last, which
+    no pass computed. Training replays them. None if the engine does not tell; an observation or a branch drops them."""
 
     def __post_init__(self) -> None:
         for name in _ARRAYS[1:]:
@@ -95,6 +98,12 @@ class Rollout:
                 raise InputError(
                     f"{name} needs one entry per token: tokens {self.tokens.shape}, {name} {values.shape}; align them"
                 )
+        routes = self.routed_experts
+        if routes is not None and (routes.ndim != 3 or routes.shape[0] < self.num_tokens - 1):
+            raise InputError(
+                f"routed_experts must be [tokens, layers, experts per token] for the prompt and {self.num_tokens} "
+                f"sampled tokens, the last of which may be left out, got {list(routes.shape)}; give one row per token"
+            )
 
     @property
     def key(self) -> RolloutKey:
@@ -130,6 +139,7 @@ class Rollout:
             loss_mask=np.concatenate([self.loss_mask, np.zeros(num_new, bool)]),
             versions=np.concatenate([self.versions, version]).astype(np.int32),
             top=None,
+            routed_experts=None,
         )
 
     def branch(self, num_tokens: int, *, sample: int) -> "Rollout":
@@ -168,6 +178,7 @@ class Rollout:
             num_shared=num_tokens,
             top=None,
             rehearsed=None,
+            routed_experts=None,
         )
 
     def _reason_at(self, num_tokens: int) -> FinishReason:

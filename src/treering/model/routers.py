@@ -64,9 +64,7 @@ def find_routers(model: TreeModel, needed_by: str = "router_losses") -> Routers:
     """
     config: Any = model.config
     name = model.family.router
-    # A dense layer's `mlp` has no router.
-    found = (getattr(layer.mlp, name, None) if name else None for layer in model.layers)
-    modules = tuple(module for module in found if isinstance(module, nn.Module))
+    modules = tuple(getattr(model.layers[layer].mlp, name or "") for layer in layers_with_experts(model))
     if not modules:
         with_routers = (family.model_type for family in FAMILIES.values() if family.router)
         raise UnsupportedError(
@@ -75,6 +73,17 @@ def find_routers(model: TreeModel, needed_by: str = "router_losses") -> Routers:
         )
     num_experts = getattr(config, "num_experts", None) or config.num_local_experts
     return Routers(modules=modules, num_experts=num_experts, num_active=config.num_experts_per_tok)
+
+
+def layers_with_experts(model: TreeModel) -> list[int]:
+    """Return the indices of the layers with experts, ascending.
+
+    Example: [1, 2, 3] for a Qwen3-MoE of 4 layers whose first one is dense, [] for a Qwen3.
+    """
+    name = model.family.router
+    # A dense layer's `mlp` has no router.
+    found = (getattr(layer.mlp, name, None) if name else None for layer in model.layers)
+    return [layer for layer, router in enumerate(found) if isinstance(router, nn.Module)]
 
 
 def check_routes(routes: NDArray[np.int16], model: TreeModel) -> None:

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.config.steps import Layout
+from treering.data.routed_experts import as_routes
 from treering.engine.protocol import Logprobs
 from treering.errors import ConfigError
 from treering.ranks.group import RankGroup
 from treering.rl.advantages import BranchAdvantages, Estimator, branch_advantages, branch_weights
-from treering.rl.collect import Group
+from treering.rl.collect import Group, whose
 from treering.train.loop.batches import StepBatch, TrainingTask, make_batch
 from treering.train.loop.compute import share_batch
 from treering.train.objective import Normalizer
@@ -155,11 +156,16 @@ def empty_batch() -> RlBatch:
 
 def _as_task(group: Group) -> TrainingTask:
     prompt = group.prompt.tokens
+    routes = [
+        as_routes(rollout.routed_experts, prompt.size + rollout.num_tokens, f"{whose(rollout.key)}routed_experts")
+        for rollout in group.rollouts
+    ]
     return TrainingTask(
         task_id=group.prompt.prompt_id,
         sequences=tuple(np.concatenate([prompt, rollout.tokens]) for rollout in group.rollouts),
         loss_masks=tuple(np.concatenate([np.zeros(prompt.size, bool), r.loss_mask]) for r in group.rollouts),
         images=(group.prompt.images,) * len(group.rollouts) if group.prompt.images else (),
+        routed_experts=tuple(routes),
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-# It does not need vLLM, and imports numba, which must not be imported before an LLM starts in the same process.
-collect_ignore = [] if find_spec("vllm") is None else ["test_weights.py"]
+# They do not need vLLM, and import numba, which must not be imported before an LLM starts in the same process.
+collect_ignore = [] if find_spec("vllm") is None else ["test_routes.py", "test_weights.py"]
 
 
 @pytest.fixture(scope="session")

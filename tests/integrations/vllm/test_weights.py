@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from tests.engine.test_adapters import CONFIGS, adapted
@@ -80,6 +80,28 @@ def test_a_fingerprint_changes_with_any_weight() -> None:
     assert len(seen) == num_weights + 3
 
 
-def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="experts"):
-        loaded(build("qwen3_moe"))
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_written_one_by_one_as_they_are_saved(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    before = fingerprint(model)
+    model.save_pretrained(tmp_path)
+    assert_equal(loaded(model), load_file(tmp_path / "model.safetensors"))
+    with torch.no_grad():
+        next(weight for weight in model.parameters() if weight.ndim > 2)[1, 2, 3] += 1
+    assert fingerprint(model) != before
+
+
+def test_lora_is_merged_next_to_experts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = get_peft_model(build("qwen3_moe"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    found = loaded(model)
+    model.merge_and_unload().save_pretrained(tmp_path)
+    assert_equal(found, load_file(tmp_path / "model.safetensors"))
+
+
+def test_experts_that_stay_in_one_tensor_and_their_adapters_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"experts one by one, but .* stays one tensor"):
+        loaded(build("gpt_oss"))
+    config = LoraConfig(target_parameters=["mlp.experts.down_proj"], target_modules=["q_proj"])
+    with pytest.raises(UnsupportedError, match=r"LoRA of experts \(target_parameters\)"):
+        loaded(get_peft_model(build("qwen3_moe"), config))

@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from treering.engine.decoder.weights import WeightSource, bias_of, check_adapter, is_lora, source_of
+from treering.engine.decoder.weights import WeightSource, bias_of, check_adapter, is_lora, plain_of, source_of
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.extras import require
-from treering.integrations.vllm.llm_requests import Truncated
+from treering.integrations.vllm.llm_requests import Truncated, VLLMLayers
 from treering.integrations.vllm.vllm_settings import (
     CONFIG_VARIABLE,
     HISTORY_VARIABLE,
@@ -27,10 +27,15 @@ from treering.integrations.vllm.vllm_settings import (
     environment_with,
     speculative_config,
 )
-from treering.model.tree_model import unwrap
+from treering.model.routers import layers_with_experts
+from treering.model.tree_model import TreeModel, unwrap
 from treering.types import is_count
 
 EXTENSION = "treering.integrations.vllm.WorkerExtension"
+_NO_EXPERTS_ON_CPU = (
+    "vLLM's CPU build computes updated experts wrongly, because it packs their weights only when it starts; sample a "
+    "mixture of experts with vLLM on a GPU, or train a dense model"
+)
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers")
 Verification = Literal["rejection", "exact"]
 """rejection: vLLM's own; the distribution is right, but tokens depend on the drafts. exact: a drafted position draws
@@ -71,6 +76,21 @@ def has_proposer(config: Any) -> bool:
     return speculative is not None and speculative.model == PROPOSER
 
 
+def routed_layers(config: Any, model: nn.Module) -> VLLMLayers | None:
+    """Return the layers of a model whose routes the LLM returns; None for an LLM that returns none.
+
+    Args:
+        config: vLLM's configuration.
+        model: a Hugging Face causal language model.
+
+    Example: (4, [1, 2, 3]) for a Qwen3-MoE whose first layer is dense.
+    """
+    if not config.aux_output_config.enable_return_routed_experts:
+        return None
+    parts = TreeModel.of(model)
+    return VLLMLayers(len(parts.layers), layers_with_experts(parts))
+
+
 def _check_sampling(config: Any) -> None:
     mode = config.model_config.logprobs_mode
     if mode != "processed_logprobs":
@@ -101,6 +121,8 @@ def _check_extent(config: Any) -> None:
             f"VLLMEngine is tested with one worker, but the LLM has {config.parallel_config.world_size}; create it "
             "without tensor and pipeline parallelism"
         )
+    if config.device_config.device_type == "cpu" and config.model_config.is_moe:
+        raise UnsupportedError(_NO_EXPERTS_ON_CPU)
     if config.model_config.quantization is not None:
         raise UnsupportedError(
             f'updates write plain weights, but the LLM has quantization="{config.model_config.quantization}"; create '
@@ -184,15 +206,45 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def named_weights(model: nn.Module) -> Iterator[tuple[str, WeightSource]]:
     """Yield each weight by its checkpoint name, with LoRA to be merged; tied weights under each of their names.
 
+    Experts that Hugging Face holds in one tensor come one by one.
+
     Raises:
-        UnsupportedError: an adapter other than plain LoRA, or experts that Hugging Face holds in one tensor.
+        UnsupportedError: an adapter other than plain LoRA, adapters of experts, or experts that do not come apart.
 
     Example: a model with tied embeddings yields "model.embed_tokens.weight" and "lm_head.weight".
     """
-    yield from _weights_of(unwrap(model).model, "")
+    own = unwrap(model).model
+    has_experts = _has_experts(own)
+    for name, source in _weights_of(own, ""):
+        if has_experts:
+            yield from _as_saved(own, name, source)
+        else:
+            yield name, source
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(weight.ndim > 2 for weight in model.parameters())
+
+
+def _as_saved(model: nn.Module, name: str, source: WeightSource) -> Iterator[tuple[str, WeightSource]]:
+    """Yield the parts of a weight, by the names that `save_pretrained` gives them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for part, weight in revert_weight_conversion(model, {name: source.weight.detach()}).items():
+        if weight.ndim > 2:
+            raise UnsupportedError(
+                f"vLLM loads the weights of experts one by one, but {part} stays one tensor of shape "
+                f"{list(weight.shape)}; train Mixtral, Qwen3-MoE or a dense model"
+            )
+        yield part, WeightSource(weight, source.lora)
 
 
 def _weights_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, WeightSource]]:
+    if is_lora(module) and not hasattr(plain_of(module), "weight"):
+        raise UnsupportedError(
+            f"{prefix.rstrip('.')} has LoRA of experts (target_parameters), which is not merged for vLLM; target "
+            "projections instead"
+        )
     if is_lora(module) or hasattr(module, "modules_to_save"):
         check_adapter(module, prefix.rstrip("."))
         yield prefix + "weight", source_of(module)
@@ -201,11 +253,6 @@ def _weights_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, WeightSou
             yield prefix + "bias", WeightSource(bias)
         return
     for name, weight in module.named_parameters(recurse=False):
-        if weight.ndim > 2:
-            raise UnsupportedError(
-                f"vLLM loads the weights of experts one by one, but {prefix}{name} holds many in one tensor; train a "
-                "dense model, or sample with TorchEngine"
-            )
         yield prefix + name, WeightSource(weight)
     for name, child in module.named_children():
         yield from _weights_of(child, f"{prefix}{name}.")
@@ -266,7 +313,7 @@ def _filled(source: WeightSource) -> Tensor:
 
 def _temporary_root(model: nn.Module) -> Path | None:
     """Return shared memory if it has room; None: the system's temporary folder."""
-    num_bytes = sum(source.weight.nbytes for _, source in named_weights(model))
+    num_bytes = sum(source.weight.nbytes for _, source in _weights_of(unwrap(model).model, ""))
     has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 2 * num_bytes
     return _MEMORY if has_room else None
 
@@ -359,6 +406,8 @@ class LLMSettings:
 def make_llm(model: nn.Module, settings: LLMSettings) -> Any:
     """Return a `vllm.LLM` for `VLLMEngine` with the model's current weights; it ends with this process.
 
+    Without drafts, the LLM of a mixture of experts returns routes, in vLLM's Model Runner V2.
+
     vLLM runs in spawned processes: its CPU worker fails if numba is already imported. They read this process's
     environment; variables set for them are restored.
 
@@ -368,10 +417,16 @@ def make_llm(model: nn.Module, settings: LLMSettings) -> Any:
 
     Raises:
         MissingExtraError: vLLM is not installed.
+        UnsupportedError: a mixture of experts on CPU, or a model of which `named_weights` refuses a weight.
     """
     require("an engine of kind vllm", "vllm")
     own: Any = unwrap(model).model
-    with checkpoint_of(model, has_tied_head=False) as folder, environment_with(_variables(settings, folder)):
+    has_experts = _has_experts(own)
+    has_routes = has_experts and settings.drafts is None
+    with (
+        checkpoint_of(model, has_tied_head=False) as folder,
+        environment_with(_variables(settings, folder, has_routes=has_routes)),
+    ):
         config = copy.deepcopy(own.config)
         # A model that was never saved does not name its class, and vLLM would fall back to a generic one.
         config.architectures = [type(own).__name__]
@@ -379,15 +434,19 @@ def make_llm(model: nn.Module, settings: LLMSettings) -> Any:
         import vllm
         from vllm.platforms import current_platform
 
+        if has_experts and current_platform.is_cpu():
+            raise UnsupportedError(_NO_EXPERTS_ON_CPU)
         others = {process.pid for process in multiprocessing.active_children()}
-        llm = vllm.LLM(str(folder), **_arguments(own.config, settings, is_cpu=current_platform.is_cpu()))
+        llm = vllm.LLM(
+            str(folder), **_arguments(own.config, settings, is_cpu=current_platform.is_cpu(), has_routes=has_routes)
+        )
     started = {process.pid for process in multiprocessing.active_children()} - others
     # Keep the guard alive as long as the LLM.
     llm.treering_guard = end_with_this_process(pid for pid in started if pid is not None)
     return llm
 
 
-def _arguments(config: Any, settings: LLMSettings, *, is_cpu: bool) -> dict[str, Any]:
+def _arguments(config: Any, settings: LLMSettings, *, is_cpu: bool, has_routes: bool) -> dict[str, Any]:
     drafts = settings.drafts
     num_drafted = 0 if drafts is None else drafts.max_draft
     per_pass = settings.max_prefill + settings.max_batch * (1 + num_drafted)
@@ -411,6 +470,9 @@ def _arguments(config: Any, settings: LLMSettings, *, is_cpu: bool) -> dict[str,
     if drafts is not None:
         arguments["speculative_config"] = speculative_config(drafts.max_draft)
         arguments |= {"worker_extension_cls": EXTENSION, "per_request_spec_decode_metrics": "summary"}
+    if has_routes:
+        # vLLM keeps the routes of a cached prefix next to its keys and values.
+        arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
     return arguments
 
 
@@ -427,12 +489,13 @@ def _token_bytes(config: Any, dtype: str) -> int:
     return int(2 * config.num_hidden_layers * num_heads * head_size * (4 if dtype == "float32" else 2))
 
 
-def _variables(settings: LLMSettings, folder: Path) -> dict[str, str]:
+def _variables(settings: LLMSettings, folder: Path, *, has_routes: bool) -> dict[str, str]:
     """Return the environment of vLLM's processes; write the file that they read at their start into the folder."""
     found = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # Only V2 returns routes, and only V1 takes a drafter of ours.
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if has_routes else "0",
         # Standard output is reserved for the run's result.
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),

@@ -3,9 +3,10 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treering.engine.kv_cache import count_common
 from treering.engine.protocol import EngineStats, FinishReason, Request, Rollout, RolloutKey, Sampling
@@ -151,6 +152,15 @@ def _cuts(sampling: Sampling) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items() if value not in plain[name])
 
 
+class VLLMLayers(NamedTuple):
+    """Layers of a model; vLLM returns rows of zeros as the routes of a dense one."""
+
+    total: int
+    """Number of layers."""
+    with_experts: list[int]
+    """Indices of those with experts, ascending."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunningRollout:
     """Running vLLM request. It belongs to one policy version, which all its tokens get.
@@ -168,6 +178,12 @@ class RunningRollout:
     """Whether vLLM's log-probs are those of the policy."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    layers: VLLMLayers | None = None
+    """Layers of the model, if the LLM returns routes."""
+    num_dropped: int = 0
+    """Tokens that vLLM sampled after a stop string."""
+    routed_experts: NDArray[np.int16] | None = None
+    """Routes of the whole context, once vLLM has returned them."""
 
     @property
     def num_tokens(self) -> int:
@@ -193,7 +209,27 @@ class RunningRollout:
         new = [int(token) for token in completion.token_ids]
         self.tokens += new
         self.logprobs += [at[token].logprob for at, token in zip(completion.logprobs or (), new, strict=True)]
+        if self.layers is not None and completion.finish_reason is not None:
+            self.take_routes(completion.routed_experts)
         return len(new)
+
+    def take_routes(self, given: NDArray[Any] | None) -> None:
+        """Keep the routes that vLLM returned for the tokens so far, of layers with experts.
+
+        Raises:
+            StateError: the LLM returns routes and there are none, or they do not fit tokens and layers.
+        """
+        if self.layers is None or not self.tokens:
+            return
+        num_rows = int(self.request.prompt.size) + self.num_tokens + self.num_dropped - 1
+        shape = [] if given is None else list(given.shape)
+        if given is None or len(shape) != 3 or shape[:2] != [num_rows, self.layers.total]:
+            raise StateError(
+                f"vLLM must return routed_experts [{num_rows}, {self.layers.total}, experts per token] for the rollout "
+                f"{self.request.key}, one row for each token but the last, got {shape or None}; use the vLLM that "
+                "docs/vllm.md names, or create the LLM without enable_return_routed_experts"
+            )
+        self.routed_experts = given[:, self.layers.with_experts].astype(np.int16)
 
     def cut_at_stop(self, num_new: int, decode: Decode) -> bool:
         """Drop the tokens after a stop string that one of the last `num_new` tokens completes; return if one did."""
@@ -205,6 +241,7 @@ class RunningRollout:
         if stays is None:
             return False
         num_kept = len(self.tokens) - num_new + stays
+        self.num_dropped = len(self.tokens) - num_kept
         del self.tokens[num_kept:], self.logprobs[num_kept:]
         return True
 
@@ -217,6 +254,9 @@ class RunningRollout:
     def rollout(self, reason: FinishReason) -> Rollout:
         """Return the rollout with its tokens so far."""
         before, num_new = self.start, len(self.tokens)
+        # vLLM computed all tokens again, so the routes of `before` hold only while there is no new token.
+        routes = self.routed_experts if num_new else before.routed_experts
+        num_rows = int(self.request.prompt.size) + self.num_tokens - 1
         logprobs = np.array(self.logprobs, np.float64)
         policy_logprobs = logprobs if self.has_policy_logprobs else np.full(num_new, np.nan)
         return replace(
@@ -228,7 +268,21 @@ class RunningRollout:
             versions=np.concatenate([before.versions, np.full(num_new, self.version, np.int32)]),
             finish_reason=reason,
             reward=None,
+            routed_experts=None if routes is None else routes[:num_rows],
         )
+
+
+def routes_so_far(engine: Any, vllm_id: str) -> NDArray[Any] | None:
+    """Return the routes that vLLM has for a running request, which an abort drops; None without any.
+
+    Args:
+        engine: the LLM's `LLMEngine`.
+        vllm_id: of the request.
+    """
+    processor = engine.output_processor
+    states = [processor.request_states[one] for one in processor.external_req_ids.get(vllm_id, ())]
+    chunks = [chunk for state in states for chunk in state.routed_experts_chunks]
+    return np.concatenate(chunks) if chunks else None
 
 
 class Counts:

@@ -34,6 +34,7 @@ from treering.integrations.vllm.llm import (
     checkpoint_of,
     fingerprint,
     has_proposer,
+    routed_layers,
     set_verification,
 )
 from treering.integrations.vllm.llm_requests import (
@@ -43,6 +44,7 @@ from treering.integrations.vllm.llm_requests import (
     check_length,
     check_sampling,
     is_truncated,
+    routes_so_far,
     sampling_params,
 )
 from treering.integrations.vllm.plugin import packed, unpacked
@@ -79,8 +81,9 @@ class VLLMEngine(Engine):
 
         Args:
             llm: a `vllm.LLM`, in this process or its own.
-            model: a dense Hugging Face causal language model, or a PEFT model of one with LoRA, which is merged in the
-                LLM; the model itself is only read.
+            model: a Hugging Face causal language model, or a PEFT model of one with LoRA, which is merged in the LLM;
+                the model itself is only read. With `enable_return_routed_experts` of the LLM, rollouts have their
+                `routed_experts`.
             version: policy version of the current weights.
             seed: of the noise.
             max_batch: rollouts that run at a time; None: the LLM's max_num_seqs.
@@ -104,6 +107,7 @@ class VLLMEngine(Engine):
         self._max_model_len = config.model_config.max_model_len
         self._has_drafts = config.speculative_config is not None
         self._has_proposer = has_proposer(config)
+        self._layers = routed_layers(config, model)
         self._admission = Admission(
             vocab_size=config.model_config.get_vocab_size(),
             max_context=_NO_LIMIT,
@@ -325,6 +329,7 @@ class VLLMEngine(Engine):
             version=self._version,
             start=start,
             has_policy_logprobs=not is_truncated(request.sampling),
+            layers=self._layers,
         )
         return vllm_id, running
 
@@ -332,10 +337,17 @@ class VLLMEngine(Engine):
         """Take running rollouts out of vLLM."""
         found = [running for running in self._running.values() if running.request.key in keys]
         if found:
-            self._engine.abort_request([running.vllm_id for running in found])
+            self._abort(found)
         for running in found:
             del self._running[running.vllm_id]
         return found
+
+    def _abort(self, ended: Sequence[RunningRollout]) -> None:
+        """Abort requests of vLLM, and keep their routes."""
+        if self._layers is not None:
+            for running in ended:
+                running.take_routes(routes_so_far(self._engine, running.vllm_id))
+        self._engine.abort_request([running.vllm_id for running in ended])
 
     def _advance(self) -> list[Rollout]:
         """Run one pass and take its results."""
@@ -352,7 +364,7 @@ class VLLMEngine(Engine):
             self._counts.note_row(output, num_new, is_first=is_first, has_rehearsal=has_rehearsal)
             is_stopped = self._decode is not None and running.cut_at_stop(num_new, self._decode)
             if is_stopped and not output.finished:
-                self._engine.abort_request([running.vllm_id])
+                self._abort([running])
             if is_stopped or output.finished:
                 finished.append(self._finish(running, "stop" if is_stopped else completion.finish_reason))
         return finished

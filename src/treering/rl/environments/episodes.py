@@ -373,6 +373,7 @@ def _rollout(session: Session, branch: Branch, reward: float) -> Rollout:
         versions=branch.versions,
         finish_reason="stop",
         reward=reward,
+        routed_experts=branch.routed_experts,
     )
 
 

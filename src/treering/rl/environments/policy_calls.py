@@ -71,6 +71,8 @@ class Branch:
     """float64 [T], likewise."""
     versions: NDArray[np.int32]
     """int32 [T], policy version that sampled each token or read it last."""
+    routed_experts: NDArray[np.int16] | None = None
+    """int16 [T - 1, layers, experts per token], those of the last call, which computed the whole path again."""
 
     @property
     def loss_mask(self) -> LossMask:
@@ -96,7 +98,7 @@ def branches_of(calls: Sequence[Call]) -> list[Branch]:
         text = path.tobytes()
         homes = (branch for branch in open_branches if branch.text.startswith(text) and branch.is_free(asked[i]))
         if (home := next(homes, None)) is None:
-            home = _OpenBranch(path, text)
+            home = _OpenBranch(path, text, asked[i].rollout.routed_experts)
             open_branches.append(home)
         home.take(i, asked[i])
     return [branch.close() for branch in sorted(open_branches, key=lambda branch: min(branch.owned))]
@@ -105,8 +107,9 @@ def branches_of(calls: Sequence[Call]) -> list[Branch]:
 class _OpenBranch:
     """A path to which calls are added."""
 
-    def __init__(self, path: TokenIds, text: bytes) -> None:
+    def __init__(self, path: TokenIds, text: bytes, routed_experts: NDArray[np.int16] | None) -> None:
         self.text = text
+        self._routed_experts = routed_experts
         self.owned: list[int] = []
         self._path = path
         self._turns = np.full(path.size, -1, np.int32)
@@ -133,6 +136,7 @@ class _OpenBranch:
             logprobs=self._logprobs,
             policy_logprobs=self._policy_logprobs,
             versions=np.where(self._turns >= 0, self._versions, read).astype(np.int32),
+            routed_experts=self._routed_experts,
         )
 
 
