@@ -41,12 +41,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Tink
 def test_runs_and_checkpoints_are_listed_page_by_page(server: tuple[str, TinkerRoutes]) -> None:
     service = client(server[0])
     for _ in range(2):
-        trained = service.create_lora_training_client(base_model=NAME, rank=2).result()
+        trained = service.create_lora_training_client(base_model=NAME, rank=2, user_metadata={"of": "run"}).result()
         for name in ("a", "b"):
             trained.save_state(name).result()
     rest = tinker.RestClient(base_url=server[0], api_key="tml-test")
     assert rest.list_training_runs(limit=1, offset=5).result().training_runs == []
     pages = [rest.list_training_runs(limit=1, offset=i).result() for i in range(2)]
+    assert pages[0].training_runs[0].user_metadata == {"of": "run"}
     assert len({each.training_run_id for page in pages for each in page.training_runs}) == 2
     assert (pages[1].cursor.offset, pages[1].cursor.limit, pages[1].cursor.total_count) == (1, 1, 2)
     whole = rest.list_user_checkpoints().result()

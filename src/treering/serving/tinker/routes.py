@@ -51,7 +51,7 @@ _MAX_TTL_S = 10**9
 _ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 _RUN = re.compile(r"[0-9a-f]{32}:train:\d{1,9}", re.ASCII)
 T = TypeVar("T")
-_Answer = Callable[[Fields], Awaitable[dict[str, Any]]]
+_Answer = Callable[[Fields], Awaitable[dict[str, Any] | bytes]]
 _Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
@@ -104,41 +104,35 @@ class TinkerRoutes:
 
         root = "/api/v1/"
 
-        def body(answer: _Answer) -> _Handler:
+        def route(answer: Callable[..., Awaitable[Any]], *parts: Any) -> _Handler:
             async def respond(request: "web.Request") -> "web.Response":
-                return web.json_response(await answer(Fields(await server.read_json(request), "the body")))
-
-            return server.guarded(respond)
-
-        def path(answer: Callable[..., Any]) -> _Handler:
-            async def respond(request: "web.Request") -> "web.Response":
-                found = answer(*request.match_info.values())
-                return web.json_response(found) if found is not None else web.Response(status=204)
-
-            return server.guarded(respond)
-
-        def pages(name: str, find: Callable[[], list[T]], card: Callable[[T], Any]) -> _Handler:
-            async def respond(request: "web.Request") -> "web.Response":
-                found = find()
-                limit, offset = (_count(request.query, *each) for each in (("limit", len(found)), ("offset", 0)))
-                cursor = {"limit": limit, "offset": offset, "total_count": len(found)}
-                shown = [card(each) for each in found[offset : offset + limit]]
-                return web.json_response({name: shown, "cursor": cursor})
-
-            return server.guarded(respond)
-
-        async def forward_backward(request: "web.Request") -> "web.Response":
-            return web.json_response(self._forward_backward(await server.read_raw(request)))
-
-        async def retrieve(request: "web.Request") -> "web.Response":
-            found = await self._retrieve(Fields(await server.read_json(request), "the body"))
-            if isinstance(found, bytes):
+                found = await answer(request, *parts)
+                if not isinstance(found, bytes):
+                    return web.json_response(found) if found is not None else web.Response(status=204)
                 if not re.search(r"protobuf|\*/\*", accepted := request.headers.get("Accept", "*/*")):
                     raise Refusal(
                         406, f"this answer is in protobuf, got Accept: {accepted!r:.80}; accept application/x-protobuf"
                     )
                 return web.Response(body=found, content_type="application/x-protobuf")
-            return web.json_response(found)
+
+            return server.guarded(respond)
+
+        async def body(request: "web.Request", answer: _Answer) -> dict[str, Any] | bytes:
+            return await answer(Fields(await server.read_json(request), "the body"))
+
+        async def path(request: "web.Request", answer: Callable[..., Any]) -> Any:
+            return answer(*request.match_info.values())
+
+        async def page(
+            request: "web.Request", name: str, find: Callable[[], list[T]], card: Callable[[T], Any]
+        ) -> dict[str, Any]:
+            found = find()
+            limit, offset = (_count(request.query, *each) for each in (("limit", len(found)), ("offset", 0)))
+            cursor = {"limit": limit, "offset": offset, "total_count": len(found)}
+            return {name: [card(each) for each in found[offset : offset + limit]], "cursor": cursor}
+
+        async def forward_backward(request: "web.Request") -> dict[str, Any]:
+            return self._forward_backward(await server.read_raw(request))
 
         posts = {
             "client/config": self._config,
@@ -155,24 +149,24 @@ class TinkerRoutes:
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
             "cancel_future": self._cancel,
+            "retrieve_future": self._retrieve,
             "weights_info": self._weights_info,
         }
         run = root + "training_runs/{run}"
         return [
-            *(web.post(root + name, body(answer)) for name, answer in posts.items()),
-            web.post(root + "forward_backward", server.guarded(forward_backward)),
-            web.post(root + "retrieve_future", server.guarded(retrieve)),
-            web.post(root + "sessions/{id}/finish", path(self._finish)),
-            web.get(root + "sessions/{id}", path(self._get_session)),
-            web.get(root + "healthz", path(lambda: {"status": "ok"})),
-            web.get(root + "get_server_capabilities", path(self._capabilities)),
-            web.get(root + "samplers/{id}", path(self._get_sampler)),
-            web.get(root + "training_runs", pages("training_runs", self._runs, self._run)),
-            web.get(root + "checkpoints", pages("checkpoints", lambda: self._saved("*"), SavedModel.card)),
-            web.get(run, path(self._run)),
-            web.get(run + "/checkpoints", path(self._list)),
-            web.delete(run + "/checkpoints/{kind}/{name}", path(self._delete)),
-            web.get(root + "treering/stats", path(self.stats)),
+            *(web.post(root + name, route(body, answer)) for name, answer in posts.items()),
+            web.post(root + "forward_backward", route(forward_backward)),
+            web.post(root + "sessions/{id}/finish", route(path, self._finish)),
+            web.get(root + "sessions/{id}", route(path, self._get_session)),
+            web.get(root + "healthz", route(path, lambda: {"status": "ok"})),
+            web.get(root + "get_server_capabilities", route(path, self._capabilities)),
+            web.get(root + "samplers/{id}", route(path, self._get_sampler)),
+            web.get(root + "training_runs", route(page, "training_runs", self._runs, self._run)),
+            web.get(root + "checkpoints", route(page, "checkpoints", lambda: self._saved("*"), SavedModel.card)),
+            web.get(run, route(path, self._run)),
+            web.get(run + "/checkpoints", route(path, self._list)),
+            web.delete(run + "/checkpoints/{kind}/{name}", route(path, self._delete)),
+            web.get(root + "treering/stats", route(path, self.stats)),
         ]
 
     async def close(self) -> None:
@@ -271,18 +265,15 @@ class TinkerRoutes:
 
     async def _get_info(self, fields: Fields) -> dict[str, Any]:
         model = self._held.model(fields.need("model_id", str))
-        name, rank = self._base.name, model.options.rank
+        name, rank, arch = self._base.name, model.options.rank, str(self._base.model.config.model_type)
         return {
             "type": "get_info",
-            "model_data": {"model_name": name, "tokenizer_id": self._options.tokenizer, "arch": self._arch()},
+            "model_data": {"model_name": name, "tokenizer_id": self._options.tokenizer, "arch": arch},
             "model_id": model.id,
             "is_lora": rank > 0,
             "lora_rank": rank or None,
             "model_name": name,
         }
-
-    def _arch(self) -> str:
-        return str(self._base.model.config.model_type)
 
     def _promised(self, name: str, job: Job) -> Promise:
         """Submit a job that no other job waits for, and return its promise."""
@@ -295,7 +286,6 @@ class TinkerRoutes:
         if seq_id and (known := self._held.promise(name)) is not None:
             return known.ticket()
         self._held.check_room(name)
-        model.check_room(self._thread, seq_id)
         try:
             job = make()
         except TreeringError:
@@ -367,6 +357,7 @@ class TinkerRoutes:
             "base": self._base.checksum,
             "options": model.options.facts(),
             "user_metadata": fields.take("user_metadata", dict, {}) or None,
+            "run_metadata": model.metadata or None,
         }
 
         def save() -> dict[str, Any]:
@@ -621,6 +612,7 @@ class TinkerRoutes:
             "last_request_time": cards[-1]["time"],
             "last_checkpoint": training[-1] if training else None,
             "last_sampler_checkpoint": sampler[-1] if sampler else None,
+            "user_metadata": saved[-1].facts.get("run_metadata"),
         }
 
     def _saved(self, run: str) -> list[SavedModel]:

@@ -51,24 +51,12 @@ class TrainedModel:
             raise StateError(f"{self.id} could not be created, as create_model reported; create another model")
         return self.trainee
 
-    def check_room(self, thread: TrainingThread, seq_id: int) -> None:
-        """Check that another request may wait.
-
-        Raises:
-            Refusal: 503, too much waits.
-        """
-        num_bytes = thread.num_waiting_bytes(self.id)
-        # Requests that wait for this one must not keep it out.
-        if seq_id > self._next_seq:
-            num_bytes += sum(job.num_bytes for job in self._held.values() if job is not None)
-        if num_bytes > MAX_WAITING_BYTES:
-            raise Refusal(503, f"{num_bytes:,} bytes of requests of {self.id} wait; send it again later")
-
     def enqueue(self, thread: TrainingThread, seq_id: int, job: Job | None) -> None:
         """Run jobs in the order of their numbers; None stands for a refused request, 0 for a request without number.
 
         Raises:
             InputError: the number has already run, or is too far from the next one.
+            Refusal: 503, too much waits.
         """
         if seq_id == 0:
             seq_id = self._next_seq
@@ -76,6 +64,12 @@ class TrainedModel:
             raise InputError(
                 f"the next seq_id of {self.id} is {self._next_seq}, got {seq_id}; number requests in order"
             )
+        num_bytes = thread.num_waiting_bytes(self.id)
+        # Requests that wait for this one must not keep it out.
+        if seq_id > self._next_seq:
+            num_bytes += sum(each.num_bytes for each in self._held.values() if each is not None)
+        if job is not None and num_bytes > MAX_WAITING_BYTES:
+            raise Refusal(503, f"{num_bytes:,} bytes of requests of {self.id} wait; send it again later")
         self._held[seq_id] = job
         while self._next_seq in self._held:
             ready = self._held.pop(self._next_seq)
