@@ -16,7 +16,7 @@ from tests.rl.runs import PLAIN, TinyTask, options
 from treering.engine.protocol import Request, Rollout, RolloutKey, Sampling, WhenRunning
 from treering.errors import ConfigError, InputError, UnsupportedError
 from treering.integrations.vllm import VLLMEngine
-from treering.integrations.vllm.llm_requests import noise_seed, sampling_params
+from treering.integrations.vllm.llm_requests import noise_seed, routes_so_far, sampling_params
 from treering.integrations.vllm.vllm_settings import read_request_args
 from treering.rl.loop import RlLoop
 
@@ -107,6 +107,19 @@ def test_each_token_has_the_logprob_of_its_own_version(host: Host, when_running:
     assert len(mixed) == (4 if when_running == "reprefill" else 0)
     whole = [rollout for rollout in rollouts if rollout.num_tokens == 40]
     assert len(whole) == (2 if when_running == "abort" else 6)
+
+
+def test_routes_are_looked_for_where_vllm_keeps_them(host: Host) -> None:
+    engine = host.engine()
+    engine.submit(sampled(1))
+    engine.step()
+    llm = host.llm.llm_engine
+    assert llm.output_processor.external_req_ids.keys() == {"treering-0"}
+    # A dense model has none.
+    assert routes_so_far(llm, "treering-0") is None
+    (inside,) = llm.output_processor.request_states.values()
+    inside.routed_experts_chunks += [np.zeros((2, 3, 1), np.uint8), np.ones((1, 3, 1), np.uint8)]
+    assert routes_so_far(llm, "treering-0")[:, 0, 0].tolist() == [0, 0, 1]
 
 
 def test_the_present_version_again_changes_nothing(host: Host) -> None:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
+from tests.rl.runs import scripted_loop
 from tests.train.gradient.flat_routers import routers_of
 from tests.train.gradient.test_routed_experts import told
 from treering.data import read_trajectories, write_trajectories
@@ -303,6 +304,28 @@ def test_experts_on_vllm_s_cpu_build_are_refused(llm: StandIn) -> None:
     llm.vllm_config.scheduler_config.enable_chunked_prefill = False
     with pytest.raises(UnsupportedError, match="computes updated experts wrongly"):
         VLLMEngine(llm, build("qwen3_moe", **SHAPE))
+
+
+def test_steps_of_a_loop_replay_the_routes_of_its_rollouts(llm: StandIn) -> None:
+    def trained(*, has_routes: bool) -> tuple[list[list[int]], dict[str, torch.Tensor], bool]:
+        llm.noise.manual_seed(0)
+        llm.vllm_config.aux_output_config.enable_return_routed_experts = has_routes
+        model = build_float64("qwen3_moe", **SHAPE)
+        loop = scripted_loop(
+            model, make_engine=lambda _drafter, version: VLLMEngine(llm, model, version=version), rehearse="off"
+        )
+        loop.step()
+        logged = loop.latest
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        assert all(one.tokens is not None for one in logged)
+        has_logged = all(one.routed_experts is not None for one in logged)
+        return [one.tokens.tolist() for one in logged if one.tokens is not None], weights, has_logged
+
+    tokens, replayed, has_logged = trained(has_routes=True)
+    same_tokens, chosen, has_none = trained(has_routes=False)
+    assert tokens == same_tokens
+    assert (has_logged, has_none) == (True, False)
+    assert any(not torch.allclose(replayed[name], chosen[name], rtol=0, atol=1e-6) for name in chosen)
 
 
 class Started(NamedTuple):
