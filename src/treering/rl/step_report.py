@@ -281,7 +281,6 @@ def _trajectory(
         reward=rollout.reward,
         advantage=None if advantage is None or is_of_tokens else float(advantage),
         advantages=np.concatenate([np.zeros(num_prompt), advantage]) if is_of_tokens else None,
-        routed_experts=rollout.routed_experts,
         step=step,
         epoch=epoch,
         version=int(rollout.versions[-1]),
