@@ -209,7 +209,7 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, StateError):
         return Refusal(503, str(error))
     words = f"{type(error).__name__}: {error}"
-    if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
+    if isinstance(error, MemoryError) or re.search("CUDA out of memory|allocate memory", str(error)):
         return Refusal(503, f"memory is full ({words}); send less at once, or serve with a lower --max-tokens")
     if isinstance(error, OSError) and error.errno in FULL:
         return Refusal(503, f"the server's disk is full ({words}); free space there, and send it again")
@@ -363,7 +363,7 @@ class Server(Closing):
         app.add_routes(
             [
                 web.get("/health", self._health),
-                web.get("/v1/models", self._models),
+                web.get("/v1/models", self.guarded(self._models)),
                 web.post("/inference/v1/generate", self._route(self._generate)),
                 web.post("/v1/completions", self._route(self._complete)),
                 web.post("/v1/chat/completions", self._route(self._chat)),
@@ -384,9 +384,7 @@ class Server(Closing):
     async def _health(self, _request: "web.Request") -> "web.Response":
         return _respond({"status": "ok"})
 
-    async def _models(self, request: "web.Request") -> "web.Response":
-        if (refusal := self._unknown_key(request)) is not None:
-            return _respond(as_json(refusal), refusal.status)
+    async def _models(self, _request: "web.Request") -> "web.Response":
         card = {"id": self._model, "object": "model", "owned_by": "treering", "max_model_len": self._num_positions}
         return _respond({"object": "list", "data": [card]})
 

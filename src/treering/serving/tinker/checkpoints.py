@@ -81,12 +81,11 @@ class Checkpoints:
             StateError: it is damaged.
         """
         folder = self.folder_of(path)
-        saved = (
-            None if not folder.is_dir() else SavedModel(path=path, folder=folder, facts=_facts(folder, checks=checks))
-        )
-        if saved is None or self._has_expired(saved):
-            raise Refusal(404, f"no checkpoint {path!r:.200}; list_checkpoints shows which exist")
-        return saved
+        if folder.is_dir():
+            saved = SavedModel(path=path, folder=folder, facts=_facts(folder, checks=checks))
+            if not self._has_expired(saved):
+                return saved
+        raise Refusal(404, f"no checkpoint {path!r:.200}; list_checkpoints shows which exist")
 
     def all(self, run: str = "*") -> Iterator[SavedModel]:
         """Yield the checkpoints of a run, or of all runs, oldest first."""

@@ -10,7 +10,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +27,7 @@ from treering.rl.model_samplers import EngineOptions, SamplerPool, SamplerWeight
 from treering.serving.bodies import Fields, logprobs_of, take_sampling
 from treering.serving.server import Refusal, Server, refusal_of
 from treering.serving.tinker.checkpoints import Checkpoints, SavedModel
-from treering.serving.tinker.sessions import Holdings, Promise, TrainedModel
+from treering.serving.tinker.sessions import Holdings, TrainedModel
 from treering.serving.tinker.training_thread import Job, TrainingThread
 from treering.serving.tinker.wire import (
     Sampled,
@@ -52,6 +52,7 @@ _ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weig
 _RUN = re.compile(r"[0-9a-f]{32}:train:\d{1,9}", re.ASCII)
 T = TypeVar("T")
 _Answer = Callable[[Fields], Awaitable[dict[str, Any] | bytes]]
+_Start = Callable[[TrainedModel], dict[str, Any]]
 _Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
@@ -238,11 +239,7 @@ class TinkerRoutes:
                 gc.collect()
 
     async def _create_model(self, fields: Fields) -> dict[str, Any]:
-        session_id, number = fields.need("session_id", str), fields.take("model_seq_id", int, 0)
-        if (known := self._held.promise(f"{session_id}:train:{number}:0")) is not None:
-            return known.ticket()
         self._check_name(fields.need("base_model", str))
-        _check_adam(fields)
         lora = Fields(fields.take("lora_config", dict, {"rank": 0}), "lora_config")
         # A recipe that sends no seed repeats its run.
         seed = lora.take("seed", int, 0)
@@ -252,13 +249,26 @@ class TinkerRoutes:
         lora.end()
         if not 0 <= options.rank <= 1024:
             raise InputError(f"rank of lora_config must lie in [0, 1024] (0 trains all weights), got {options.rank}")
-        model = self._held.add_model(session_id, number, options, fields.take("user_metadata", dict, {}))
 
-        def create() -> dict[str, Any]:
+        def create(model: TrainedModel) -> dict[str, Any]:
             model.trainee = self._trainee(options)
             return {"type": "create_model", "model_id": model.id}
 
-        return self._promised(f"{model.id}:0", Job(model_id=model.id, run=create)).ticket()
+        return self._add(fields, fields.need("session_id", str), lambda: (options, create))
+
+    def _add(
+        self, fields: Fields, session_id: str, plan: Callable[[], tuple[TraineeOptions, _Start]]
+    ) -> dict[str, Any]:
+        """Add a model with the planned options and start; a repeated request gets its promise again."""
+        number = fields.take("model_seq_id", int, 0)
+        if (known := self._held.promise(f"{session_id}:train:{number}:0")) is not None:
+            return known.ticket()
+        _check_adam(fields)
+        options, start = plan()
+        model = self._held.add_model(session_id, number, options, fields.take("user_metadata", dict, {}))
+        job = Job(model_id=model.id, run=lambda: start(model))
+        self._thread.submit(job)
+        return self._held.give(f"{model.id}:0", asyncio.wrap_future(job.answer), model_id=model.id).ticket()
 
     def _trainee(self, options: TraineeOptions) -> Trainee:
         return Trainee(self._base, options, max_tokens=self._options.max_tokens, shares=self._options.shares)
@@ -274,11 +284,6 @@ class TinkerRoutes:
             "lora_rank": rank or None,
             "model_name": name,
         }
-
-    def _promised(self, name: str, job: Job) -> Promise:
-        """Submit a job that no other job waits for, and return its promise."""
-        self._thread.submit(job)
-        return self._held.give(name, asyncio.wrap_future(job.answer), model_id=job.model_id)
 
     def _in_order(self, model: TrainedModel, seq_id: int, make: Callable[[], Job]) -> dict[str, Any]:
         """Run a job after all earlier ones of its model; a repeated request gets its promise again."""
@@ -329,10 +334,8 @@ class TinkerRoutes:
     def _step(self, model: TrainedModel, params: Mapping[str, float]) -> dict[str, Any]:
         norm = model.ready().step(params)
         model.num_steps += 1
-        flat, computed = (
-            getattr(model.counts, name) - getattr(model.logged, name) for name in ("flat_tokens", "computed_tokens")
-        )
-        model.logged = replace(model.counts)
+        flat, computed = model.counts.flat_tokens, model.counts.computed_tokens
+        model.counts.flat_tokens = model.counts.computed_tokens = 0
         drafts = self._pool.stats(model.id)
         self._options.log(
             f"{model.id} step {model.num_steps}: {flat} flat tokens, {computed} computed; sampled "
@@ -396,15 +399,13 @@ class TinkerRoutes:
         session_id = fields.take_any("session_id", (str,), None)
         if session_id is None:
             return self._job(fields, lambda model: self._loading(model, self._find(path), with_optimizer))
-        number = fields.take("model_seq_id", int, 0)
-        if (known := self._held.promise(f"{session_id}:train:{number}:0")) is not None:
-            return known.ticket()
-        _check_adam(fields)
-        saved = self._find(path)
-        options = TraineeOptions(**saved.facts["options"])
-        model = self._held.add_model(session_id, number, options, fields.take("user_metadata", dict, {}))
-        load = self._loading(model, saved, with_optimizer)
-        return self._promised(f"{model.id}:0", Job(model_id=model.id, run=load)).ticket()
+
+        def plan() -> tuple[TraineeOptions, _Start]:
+            saved = self._find(path)
+            options = TraineeOptions(**saved.facts["options"])
+            return options, lambda model: self._loading(model, saved, with_optimizer)()
+
+        return self._add(fields, session_id, plan)
 
     def _find(self, path: str, kind: str = "weights") -> SavedModel:
         """Return a checkpoint of this base model."""

@@ -35,7 +35,8 @@ class TrainedModel:
         """Keep the options; the model can train once `trainee` is set."""
         self.id, self.options, self.metadata = model_id, options, metadata
         self.trainee: Trainee | None = None
-        self.counts, self.logged = TokenCounts(), TokenCounts()
+        self.counts = TokenCounts()
+        """Tokens since the last update."""
         self.num_steps = 0
         self._next_seq = 1
         self._held: dict[int, Job | None] = {}
