@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(model: Path, folder: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part, "_alone", lambda work, *arguments: work(*arguments))
+        patch.setattr(part, "alone", lambda work, *arguments: work(*arguments))
         patch.setattr(part, "agent_rows", agents)
         patch.setattr(part, "data_folder", lambda: Path())
         # One token, so that some are a number alone and earn something.
@@ -100,7 +100,7 @@ def test_what_later_parts_need_is_left_and_nothing_is_done_again(
     saved = sorted(path.parent.name for path in folder.rglob("checkpoint-*/model.safetensors"))
     assert saved == ["checkpoint-2", "checkpoint-4"]
     assert not list(folder.rglob("*.pt"))
-    monkeypatch.setattr(part, "_alone", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr(part, "alone", lambda *_: pytest.fail("done again"))
     monkeypatch.setattr(part, "data_folder", lambda: Path())
     assert part.measure(folder, model, size=SIZE, on_progress=silent) == report
 

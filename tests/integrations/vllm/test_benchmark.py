@@ -32,6 +32,7 @@ def save_models(folder: Path) -> Path:
 def test_each_epoch_samples_with_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(prompts=PROMPTS, group_size=2, max_tokens=SIZE, stop_token=STOP, temperature=0.0)
     monkeypatch.setattr(part, "asked_of", lambda *_: asked)
+    monkeypatch.setattr(part, "in_trl", lambda *_: {})
     for name, value in {"METHODS": {"history": ("history", "")}, "ROWS": (4,), "TEMPERATURES": (0.0,)}.items():
         monkeypatch.setattr(part, name, value)
     found: dict[str, Any] = part.measure(
@@ -44,3 +45,14 @@ def test_each_epoch_samples_with_its_own_weights(tmp_path: Path, monkeypatch: py
 def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has 1; run --only trl first"):
         part.weights_of(tmp_path, save_models(tmp_path), 3)
+
+
+def test_trl_trains_with_its_own_vllm_with_drafts_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(work: Any, kind: str, way: str, *_: Any) -> list[dict[str, Any]]:
+        assert (work, kind) == (part.trl.train, "grpo")
+        return [{"whole_s": 9.0, "sampling_s": 5.0}, {"whole_s": 3.0, "sampling_s": float(len(way))}]
+
+    monkeypatch.setattr(part.trl, "alone", steps)
+    found = part.in_trl(tmp_path, tmp_path, DemoSize(), silent)
+    # The first step, which has the check, is left out.
+    assert {way: each["processor_s"]["sampling"] for way, each in found.items()} == {"vllm": 4.0, "vllm_drafts": 11.0}
