@@ -173,6 +173,8 @@ def test_a_client_that_leaves_a_stream_aborts_its_call() -> None:
             )
             leaving.settimeout(60)
             assert b"text/event-stream" in leaving.recv(10_000)
+            # The engine waits in its next step, so that the host takes no message in between.
+            wait_for(lambda: engine.stats.num_sampled >= 6)
         wait_for(lambda: not server._loop.is_closed() and host._inbox.qsize() >= 3)
         goes_on.set()
         wait_for(lambda: host.is_waiting)

@@ -149,7 +149,9 @@ def _base_in_words(config: Mapping[str, Any]) -> str:
 
 
 def _objective(config: Mapping[str, Any]) -> str:
-    return str({**section_of(config, "rl"), **section_of(config, "train")}.get("objective", "unknown"))
+    teacher = section_of(config, "teacher")
+    of_sft = "distill" if teacher.get("path") and teacher.get("weight") is None else "sft"
+    return str(section_of(config, "rl").get("objective", of_sft if section_of(config, "train") else "unknown"))
 
 
 def _has_adapters(config: Mapping[str, Any]) -> bool:

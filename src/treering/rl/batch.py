@@ -157,7 +157,9 @@ def empty_batch() -> RlBatch:
 def _as_task(group: Group) -> TrainingTask:
     prompt = group.prompt.tokens
     routes = [
-        as_routes(rollout.routed_experts, prompt.size + rollout.num_tokens, f"{whose(rollout.key)}routed_experts")
+        None
+        if rollout.routed_experts is None
+        else as_routes(rollout.routed_experts, prompt.size + rollout.num_tokens, f"{whose(rollout.key)}routed_experts")
         for rollout in group.rollouts
     ]
     return TrainingTask(
