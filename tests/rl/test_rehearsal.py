@@ -104,6 +104,14 @@ def test_lost_rehearsals_cost_no_token(tmp_path: Path) -> None:
         torch.testing.assert_close(resumed.model.state_dict()[name], weight, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_a_run_that_no_longer_rehearses_keeps_no_tokens_of_its_checkpoint(tmp_path: Path, mode: str) -> None:
+    train(tmp_path, loop_of(), stop_after=2)
+    resumed = loop_of(rehearse=mode)
+    train(tmp_path, resumed, stop_after=3)
+    assert resumed.state()["rehearsal"]["tokens"] == []
+
+
 def test_the_rest_after_a_change_is_a_draft_of_its_prompt() -> None:
     memory = eager()
     loop = loop_of(memory)

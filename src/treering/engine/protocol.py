@@ -414,6 +414,10 @@ class EngineStats:
         return EngineStats(**{name: getattr(self, name) - getattr(earlier, name) for name in self.__slots__})
 
 
+GPU_ROW_PRICE = 0.4
+"""`Engine.row_price` on a GPU, a cautious guess."""
+
+
 class Engine(ABC):
     """Sampler of rollouts; a request's result depends only on weights, prompt, sampling, seed and key (law 5).
 

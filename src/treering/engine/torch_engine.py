@@ -29,6 +29,7 @@ from treering.engine.batch.token_batch import VisionSnapshot, join, prefill_chun
 from treering.engine.decoder.weights import read_weights
 from treering.engine.pass_threads import PassThreads
 from treering.engine.protocol import (
+    GPU_ROW_PRICE,
     Engine,
     EngineStats,
     FinishReason,
@@ -192,8 +193,8 @@ class TorchEngine(Engine):
 
     @property
     def row_price(self) -> float:
-        """Cost of a rehearsed token relative to a decoded one; on a GPU a cautious guess."""
-        return 1.0 if self.shares_rows else 0.4
+        """Cost of a rehearsed token relative to a decoded one."""
+        return 1.0 if self.shares_rows else GPU_ROW_PRICE
 
     @property
     def is_rehearsing(self) -> bool:

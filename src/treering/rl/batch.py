@@ -103,15 +103,6 @@ def share_of(batch: RlBatch, group: RankGroup) -> RlBatch:
     )
 
 
-def own_tokens(groups: Sequence[Group]) -> list[LossMask]:
-    """Return masks of the sampled tokens that each branch trains: bool [T] per branch, groups in order."""
-    return [
-        _after_prompt(group.prompt.tokens, rollout.loss_mask).astype(bool)
-        for group in groups
-        for rollout in group.rollouts
-    ]
-
-
 def with_penalties(groups: Sequence[Group], penalties: Sequence[float]) -> list[Group]:
     """Return the groups with each rollout's penalty subtracted from its reward; penalties have groups in order.
 

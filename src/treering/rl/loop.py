@@ -197,7 +197,7 @@ class RlLoop(Resumable[RlStepReport]):
         self._draws = dict(state["draws"])
         if "episodes" in state:
             self._sampler.load_state(state["episodes"])
-        if "rehearsal" in state:
+        if "rehearsal" in state and self._options.rehearse != "off":
             self._sampler.rehearsal.load_state(state["rehearsal"])
         drafters = state["drafter"] if isinstance(state["drafter"], list) else [state["drafter"]]
         drafter = drafters[self._group.rank % len(drafters)]

@@ -181,6 +181,9 @@ class Sampler:
         finally:
             if rehearses:
                 self.rehearsal.end(engine)
+            else:
+                # The tokens of a checkpoint were for this batch.
+                self.rehearsal.tokens = {}
         joined = self._joined(prompts, collected, finished)
         if rehearses:
             lengths = [rollout.num_tokens for group in joined.groups for rollout in group.rollouts]

@@ -20,7 +20,6 @@ from treering.rl.batch import (
     empty_batch,
     make_rl_batch,
     overlong_penalties,
-    own_tokens,
     share_of,
     with_penalties,
 )
@@ -252,7 +251,7 @@ class Trainer:
         old = known(batch.old_logprobs)
         share = share_batch(batch.trees, self._group)
         scored = reference.logprobs(share.batch, self._options.sampling.temperature)
-        counted = own_tokens(groups)
+        counted = batch.trees.loss_masks
         own = {
             i: float((old[i] - ref)[counted[i]].sum()) for i, ref in zip(share.branches.tolist(), scored, strict=True)
         }

@@ -379,6 +379,17 @@ def rehearsed_tokens(engine: Any, asked: list[Request], num_steps: int | None = 
     return tokens
 
 
+def test_rehearsals_have_a_price_below_that_of_a_token_on_a_gpu_with_exact_verification(
+    host: Host, drafting: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, plain = drafting.engine(verification="exact"), host.engine()
+    assert exact.row_price == plain.row_price == 1.0
+    for engine in (exact, plain):
+        monkeypatch.setattr(engine._engine.vllm_config.device_config, "device_type", "cuda")
+    assert exact.row_price < 1.0
+    assert plain.row_price == 1.0
+
+
 def test_rehearsed_rollouts_are_those_of_the_new_weights_and_take_fewer_rows(host: Host, drafting: Host) -> None:
     asked = drafted(draw=3)[:MAX_BATCH]
     engine = drafting.engine(verification="exact")

@@ -254,7 +254,7 @@ class RunningRollout:
     def rollout(self, reason: FinishReason) -> Rollout:
         """Return the rollout with its tokens so far."""
         before, num_new = self.start, len(self.tokens)
-        # vLLM computed all tokens again, so the routes of `before` hold only while there is no new token.
+        # vLLM computed all tokens again, so those of `before` hold only until a new token comes.
         routes = self.routed_experts if num_new else before.routed_experts
         num_rows = int(self.request.prompt.size) + self.num_tokens - 1
         logprobs = np.array(self.logprobs, np.float64)

@@ -13,6 +13,7 @@ from torch import nn
 
 from treering.engine.admission import Admission
 from treering.engine.protocol import (
+    GPU_ROW_PRICE,
     Engine,
     EngineStats,
     FinishReason,
@@ -189,9 +190,8 @@ class VLLMEngine(Engine):
     @property
     def row_price(self) -> float:
         """Cost of a rehearsed token relative to a decoded one; 1.0 without exact verification, and on a CPU."""
-        from vllm.platforms import current_platform
-
-        return 0.4 if self._rehearses and not current_platform.is_cpu() else 1.0
+        is_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
+        return GPU_ROW_PRICE if self._rehearses and not is_cpu else 1.0
 
     @property
     def is_rehearsing(self) -> bool:
