@@ -56,10 +56,7 @@ OPTIONAL = {
 }
 
 # Names that several files or classes have. Both lists only shrink.
-SHARED_FILE_NAMES = {
-    *("decoder", "environment", "judge", "layers", "loop", "metrics", "plugin", "reader", "scoring", "sft"),
-    *("teacher", "trainer", "weights"),
-}
+SHARED_FILE_NAMES = {"scoring"}
 SHARED_CLASS_NAMES: set[str] = set()
 
 
@@ -268,7 +265,7 @@ def test_a_planted_violation_is_caught(module: str, source: str) -> None:
         ("treering.train.step", "from treering.model.forward import forward\nimport torch"),
         ("treering.data.rendering.template", "def f():\n    from transformers import AutoTokenizer"),
         ("treering.data.rendering.encoder", "if TYPE_CHECKING:\n    from tokenizers import Tokenizer"),
-        ("treering.cli.main", "import treering.config.sft"),
+        ("treering.cli.main", "import treering.config.sft_config"),
         ("treering", "from treering.train.step import backward"),
     ],
 )

@@ -19,7 +19,7 @@ HOMES = {
     "score": "treering.model.teacher",
     "backward": "treering.train.step",
     "tree_advantages": "treering.rl.advantages",
-    "HistoryReader": "treering.history.store.reader",
+    "HistoryReader": "treering.history.store.history_reader",
     "HistoryStore": "treering.history.store.store",
     "Drafter": "treering.history.draft.drafter",
     "DraftRows": "treering.history.draft.drafter",

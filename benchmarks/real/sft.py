@@ -20,14 +20,14 @@ from treering import metrics
 from treering.cli.display import PlainConsole
 from treering.cli.serve.run_serve import opened
 from treering.cli.serve.serve_options import ServeOptions
-from treering.cli.sft import train
+from treering.cli.sft_command import train
 from treering.cli.toml import pair, section
 from treering.config import SftConfig, load
 from treering.data import DATA_VARIABLE, Trajectory, data_folder, read_trajectories, write_trajectories
 from treering.errors import InputError
 from treering.report.run_data import read_run
 from treering.train.loop.checkpoint import StepReport
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 
 WEIGHTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "full": {"optim": {"learning_rate": 1e-4}},

@@ -9,13 +9,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
-from treering.config.loop import RlOptions
+from treering.config.distill_options import DistillOptions
 from treering.config.optim import OptimOptions
-from treering.config.sft import SftOptions
-from treering.config.teacher import DistillOptions
+from treering.config.rl_options import RlOptions
+from treering.config.sft_config import SftOptions
 from treering.rl.loop import RlLoop
 from treering.rl.tasks.sums import ChainedSums
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 
 MAX_TOKENS = 64
 SUMS_PER_STEP = 32

@@ -11,8 +11,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
 from treering.config.optim import OptimOptions
-from treering.config.sft import SftOptions
-from treering.train.loop.sft import SftLoop
+from treering.config.sft_config import SftOptions
+from treering.train.loop.sft_loop import SftLoop
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

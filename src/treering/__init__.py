@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from treering.history.draft.drafter import Drafter as Drafter
     from treering.history.draft.request_drafter import RequestDrafter as RequestDrafter
     from treering.history.draft_types import DraftRows as DraftRows
-    from treering.history.store.reader import HistoryReader as HistoryReader
+    from treering.history.store.history_reader import HistoryReader as HistoryReader
     from treering.history.store.store import HistoryStore as HistoryStore
     from treering.model.context import tree_attention as tree_attention
     from treering.model.forward import forward as forward
@@ -40,7 +40,7 @@ _HOMES = {
     "DraftRows": "treering.history.draft_types",
     "Drafter": "treering.history.draft.drafter",
     "Forest": "treering.tree.forest",
-    "HistoryReader": "treering.history.store.reader",
+    "HistoryReader": "treering.history.store.history_reader",
     "HistoryStore": "treering.history.store.store",
     "Request": "treering.engine.protocol",
     "RequestDrafter": "treering.history.draft.request_drafter",

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.runs import call
 from treering.cli.corpus import load_corpus
-from treering.config.sft import DataConfig
+from treering.config.sft_config import DataConfig
 from treering.data import Trajectory, write_trajectories
 from treering.errors import InputError
 

@@ -9,7 +9,7 @@ import pytest
 
 from treering.cli.corpus import Corpus, load_corpus
 from treering.config.record import load
-from treering.config.sft import SftConfig
+from treering.config.sft_config import SftConfig
 from treering.errors import ConfigError, InputError
 
 LENGTHS = (3, 6, 4, 9)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from treering.cli.session import RunLength
-from treering.cli.sft import with_step_size
+from treering.cli.sft_command import with_step_size
 from treering.config import SftConfig
 from treering.train.loop.batches import StepTasks
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tests.models import build
-from treering.config.loop import RlOptions
 from treering.config.optim import OptimOptions
+from treering.config.rl_options import RlOptions
 from treering.engine.pass_threads import NUM_ALONE, PassThreads
 from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from treering.history.store.history_reader import HistoryReader
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.store.reader import HistoryReader
 from treering.history.store.store import HistoryStore
 
 ARRAYS = tuple(field.name for field in fields(PromptIndex))

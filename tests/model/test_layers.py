@@ -16,7 +16,7 @@ from tests import liger
 from tests.attention import fake_flash
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from treering.config.optim import OptimOptions
-from treering.config.sft import SftOptions
+from treering.config.sft_config import SftOptions
 from treering.errors import MissingExtraError, UnsupportedError
 from treering.model.forward import FILLER, hidden_states
 from treering.model.layers import choose_layers, enable_gradient_checkpointing, layers_of, set_layers

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import build
 from tests.ranks.commands import torchrun, treering, weights_of
-from treering.cli.sft import SftSummary, train
+from treering.cli.sft_command import SftSummary, train
 from treering.config import SftConfig, load
 
 CONFIG = """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.report.folders import CONFIG, group, row, write_run, write_timeline
-from treering.cli.sft import write_samples
+from treering.cli.sft_command import write_samples
 from treering.errors import InputError
 from treering.report.content import page_content
 from treering.report.page import as_html

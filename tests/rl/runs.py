@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from tests.engine.scripted import ScriptedEngine
 from tests.models import VOCAB, build
 from treering.config.engine import DraftOptions
-from treering.config.loop import RlOptions
 from treering.config.optim import OptimOptions
+from treering.config.rl_options import RlOptions
 from treering.engine.protocol import Request, Rollout, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter

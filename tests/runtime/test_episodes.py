@@ -20,7 +20,7 @@ from tests.runtime.in_process import TestActors
 from tests.runtime.kills import killing
 from tests.runtime.runs import Dealt
 from tests.runtime.test_pipeline import assert_same, run, stale
-from treering.config.loop import RlOptions
+from treering.config.rl_options import RlOptions
 from treering.engine.protocol import Engine, Sampling
 from treering.history.draft.drafter import Drafter
 from treering.rl.environments.environment import EnvironmentTask, EnvTask, Outcome

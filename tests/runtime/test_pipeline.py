@@ -14,7 +14,7 @@ from tests.rl.runs import PLAIN, TinyTask, options, sampling_loop
 from tests.runtime import tasks
 from tests.runtime.runs import Lopsided, TinyRecipe, pipeline
 from treering import metrics
-from treering.config.loop import RlOptions
+from treering.config.rl_options import RlOptions
 from treering.errors import ConfigError, InputError, StateError
 from treering.rl.collect import collect
 from treering.rl.environments.collect_episodes import collect_episodes

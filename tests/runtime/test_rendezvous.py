@@ -12,11 +12,11 @@ from tests.runtime.in_process import TestActors
 from tests.runtime.runs import TinyRecipe
 from tests.runtime.test_rollout_pool import QuietChild
 from treering.errors import StateError
-from treering.runtime import trainer
+from treering.runtime import trainer_worker
 from treering.runtime.account import Account
 from treering.runtime.messages import Rendezvous, TrainerSettings
-from treering.runtime.trainer import TrainerClient, TrainerWorker
-from treering.runtime.weights import WeightStore
+from treering.runtime.trainer_worker import TrainerClient, TrainerWorker
+from treering.runtime.weight_store import WeightStore
 
 SETTINGS = TrainerSettings(recipe=TinyRecipe(), optim=PLAIN, options=options(), state=b"")
 MEETING = Rendezvous(host="127.0.0.1", port=1)
@@ -24,7 +24,7 @@ LOST = RuntimeError("Connection closed by peer")
 
 
 def test_ranks_hear_where_to_meet_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "RunProcess", QuietChild)
+    monkeypatch.setattr(trainer_worker, "RunProcess", QuietChild)
     actors = TestActors()
     client = TrainerClient(SETTINGS, WeightStore(actors, 2), actors, num_ranks=3, time_limit_s=1.0, account=Account())
     children: list[Any] = client.processes
@@ -64,5 +64,5 @@ def test_on_loopback_torch_listens_there_unless_the_user_names_an_interface(
         if not own:
             monkeypatch.delenv(name)
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(2, "eth0"), (1, "lo")])
-    trainer.stay_on_loopback()
+    trainer_worker.stay_on_loopback()
     assert [os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == [expected] * 2

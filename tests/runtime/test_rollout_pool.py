@@ -20,7 +20,7 @@ from treering.runtime.messages import (
 from treering.runtime.moves import Move
 from treering.runtime.open_step import OpenStep
 from treering.runtime.rollout_pool import RolloutPool
-from treering.runtime.weights import WeightStore
+from treering.runtime.weight_store import WeightStore
 from treering.schedule.measured_latency import MeasuredTimes
 
 POLICY_VERSIONS = {0: 0, 1: 1}

@@ -12,7 +12,7 @@ from tests.runtime.runs import GIVEN, Noting, pipeline, scheduler
 from treering.engine.protocol import EngineStats
 from treering.runtime.rollout_worker import PassTimer
 from treering.runtime.run_state import RunState
-from treering.runtime.trainer import TrainerClient
+from treering.runtime.trainer_worker import TrainerClient
 from treering.schedule.cluster import Latency
 from treering.schedule.measured_latency import MeasuredTimes
 

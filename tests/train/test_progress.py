@@ -15,7 +15,7 @@ from tests.train.objectives.cases import CASES
 from tests.train.objectives.flat_objectives import data_of
 from treering.config.router import RouterLosses
 from treering.objectives import Objective, sft
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 from treering.train.progress import OnProgress
 from treering.train.step import BackwardResult, backward
 

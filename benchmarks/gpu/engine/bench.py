@@ -22,7 +22,7 @@ from benchmarks.gpu.engine.drafts import ReplayDrafter
 from benchmarks.gpu.engine.generate import seconds_per_token
 from treering.engine.backends import BackendParts, make_backend
 from treering.engine.batch.token_batch import TokenBatch
-from treering.engine.decoder.weights import read_weights
+from treering.engine.decoder.decoder_weights import read_weights
 from treering.engine.protocol import Request
 from treering.engine.torch_engine import TorchEngine
 from treering.model.tree_model import TreeModel

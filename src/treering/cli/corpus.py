@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from treering.cli.data_files import OnFile, located, read_file
 from treering.cli.hub import find_folder, search_folders
 from treering.cli.row_choice import RowChoice
-from treering.config.sft import DataConfig
+from treering.config.sft_config import DataConfig
 from treering.data import (
     DATA_VARIABLE,
     AgentSpec,

@@ -32,7 +32,7 @@ from treering.cli.train_report import RlRun, RlTotals, totals
 from treering.config import RlConfig, load
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimOptions
-from treering.config.sft import SftOptions
+from treering.config.sft_config import SftOptions
 from treering.data import Trajectory
 from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
@@ -47,7 +47,7 @@ from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.sums import ChainedSums
 from treering.train.loop.checkpoint import num_tensor_bytes, raising_disk_errors
 from treering.train.loop.compute import fitting_threads
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 from treering.tree.forest import Forest
 from treering.tree.radix import fill_forest
 from treering.tree.stats import Work, flat_work, tree_work, work_bounds

@@ -11,7 +11,7 @@ from treering.cli.inspect.file_report import FileReport
 from treering.cli.inspect.inspect_options import InspectOptions
 from treering.cli.inspect.run_inspect import inspect_files, verdict
 from treering.cli.toml import comments, pair, section
-from treering.config.sft import DataConfig
+from treering.config.sft_config import DataConfig
 from treering.data import FormatName, Template
 from treering.data.cache.folder import cache_folder
 from treering.data.formats.containers import read_records

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from treering.config.sft import DataConfig
+from treering.config.sft_config import DataConfig
 from treering.data.trajectory import RenderedTrajectory, cut_images
 from treering.errors import InputError, plural
 

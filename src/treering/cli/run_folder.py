@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from treering.config import Config
-from treering.config.metrics import MetricsConfig
+from treering.config.metric_sinks import MetricsConfig
 from treering.config.run import RunConfig
 from treering.errors import StateError
 from treering.files.lock import FileLock

@@ -25,11 +25,11 @@ from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import HISTORY_FOLDER, locked, open_sinks, warnings_on_console, write_settings
 from treering.cli.signals import deferred_to
 from treering.config import Config, RlConfig, SftConfig
+from treering.config.distill_options import DistillOptions
 from treering.config.model import ModelConfig
 from treering.config.rl_task import TaskConfig
-from treering.config.sft import DataConfig
+from treering.config.sft_config import DataConfig
 from treering.config.steps import StepsOptions
-from treering.config.teacher import DistillOptions
 from treering.data import Renderer
 from treering.errors import ConfigError, plural
 from treering.extras import versions_of

@@ -41,7 +41,7 @@ from treering.cli.train_engine import (
 from treering.cli.train_report import RlRun, TrainSummary, step_logs, summary_of
 from treering.cli.train_task import TaskSource, draw_sums
 from treering.config import RlConfig
-from treering.config.metrics import RlMetricsConfig
+from treering.config.metric_sinks import RlMetricsConfig
 from treering.config.rl import RlRunConfig
 from treering.engine.protocol import Engine
 from treering.errors import StateError, plural
@@ -67,7 +67,7 @@ from treering.train.loop.checkpoint import (
 )
 from treering.train.loop.compute import shard_model
 from treering.train.loop.saved_run import CHECKPOINTS_FOLDER
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 from treering.tree.radix import fill_forest
 
 

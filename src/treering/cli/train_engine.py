@@ -24,7 +24,7 @@ from treering.cli.train_task import TaskSource, load_task
 from treering.config import RlConfig
 from treering.config.optim import OptimOptions
 from treering.config.rl_task import TaskConfig
-from treering.config.sft import SftOptions
+from treering.config.sft_config import SftOptions
 from treering.config.steps import ComputeOptions
 from treering.engine.protocol import Engine, Sampling
 from treering.engine.torch_engine import TorchEngine

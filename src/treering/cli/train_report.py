@@ -15,7 +15,7 @@ from treering.cli.session import TrainingRun
 from treering.cli.train_task import TaskSource
 from treering.closing import Closing
 from treering.config import RlConfig
-from treering.config.metrics import RlMetricsConfig
+from treering.config.metric_sinks import RlMetricsConfig
 from treering.data import Trajectory
 from treering.errors import plural
 from treering.files.step_lines import append, reopen

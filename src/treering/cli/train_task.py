@@ -11,7 +11,7 @@ from treering.data import Renderer
 from treering.data.cache.folder import cache_folder
 from treering.engine.stop_strings import Decode
 from treering.errors import plural
-from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
+from treering.integrations.verifiers.verifiers_environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
 from treering.rl.environments.environment import Environment, EnvironmentTask, find_environment
 from treering.rl.tasks.judge import Judge

@@ -34,7 +34,7 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
     config = _load(SftConfig, config_path, overrides)
 
     def train(console: Console) -> tuple[Any, Table]:
-        from treering.cli.sft import as_table, train
+        from treering.cli.sft_command import as_table, train
 
         summary = train(config, config_dir=config_path.parent, console=console)
         return summary, as_table(summary)

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from treering.config.record import Config as Config
     from treering.config.record import load as load
     from treering.config.rl import RlConfig as RlConfig
-    from treering.config.sft import SftConfig as SftConfig
+    from treering.config.sft_config import SftConfig as SftConfig
 
-_HOMES = {"Config": "record", "load": "record", "RlConfig": "rl", "SftConfig": "sft"}
+_HOMES = {"Config": "record", "load": "record", "RlConfig": "rl", "SftConfig": "sft_config"}
 
 
 def __getattr__(name: str) -> Any:

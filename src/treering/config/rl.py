@@ -8,20 +8,20 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from treering.config.distill_options import DistillOptions, check_teacher
 from treering.config.engine import DraftOptions, EngineConfig, Sampling, check_vllm
 from treering.config.eval import RlEvalConfig
-from treering.config.loop import RlOptions
 from treering.config.lora import LoraOptions, check_lora
-from treering.config.metrics import RlMetricsConfig
+from treering.config.metric_sinks import RlMetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimOptions, check_warmup
 from treering.config.record import Config
+from treering.config.rl_options import RlOptions
 from treering.config.rl_task import TaskConfig, WarmupConfig
 from treering.config.router import RouterLosses
 from treering.config.run import RunConfig
 from treering.config.runtime import RuntimeConfig, Schedule
 from treering.config.steps import check_length
-from treering.config.teacher import DistillOptions, check_teacher
 from treering.config.values import FilePath
 from treering.errors import ConfigError
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from treering.config.judge import JudgeConfig
+from treering.config.judge_config import JudgeConfig
 from treering.config.problems import describe
 from treering.config.record import Config
 from treering.config.values import Count, CountOrAuto, FilePath, Positive, Seed, TemplateDate, TokenizerPath

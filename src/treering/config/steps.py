@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from treering.config.distill_options import DistillOptions
 from treering.config.record import Config
 from treering.config.router import RouterLosses
-from treering.config.teacher import DistillOptions
 from treering.config.values import Count, CountOrAuto, Positive, Seed
 from treering.errors import ConfigError
 from treering.types import Layout as Layout

@@ -12,9 +12,9 @@ from torch import nn
 from treering.attention.triton import has_triton
 from treering.engine.batch.step_inputs import SampleAndVerify, sample_and_verify
 from treering.engine.batch.token_batch import of_sequence
-from treering.engine.decoder.cpu.decoder import CpuDecoder, supports
+from treering.engine.decoder.cpu.cpu_decoder import CpuDecoder, supports
+from treering.engine.decoder.decoder_weights import DecoderWeights
 from treering.engine.decoder.plain_decoder import Decoder, TorchDecoder
-from treering.engine.decoder.weights import DecoderWeights
 from treering.engine.kv_cache import KVAllocator, SpanAllocator
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.extras import install_hint
@@ -97,7 +97,7 @@ def _cuda_unsupported_reason(weights: DecoderWeights) -> str | None:
     """Return why the CUDA kernels do not support these weights, as the end of a sentence; None if they do."""
     if not has_triton():
         return f"needs triton, which is not installed: {install_hint('gpu')}"
-    from treering.engine.decoder.cuda.decoder import unsupported_reason
+    from treering.engine.decoder.cuda.cuda_decoder import unsupported_reason
 
     return unsupported_reason(weights)
 
@@ -112,7 +112,7 @@ def _sampler_on(weights: DecoderWeights) -> SampleAndVerify:
 
 
 def _on_cuda(weights: DecoderWeights, num_slots: int) -> BackendParts:
-    from treering.engine.decoder.cuda.decoder import CudaDecoder
+    from treering.engine.decoder.cuda.cuda_decoder import CudaDecoder
     from treering.engine.decoder.cuda.verify import DeviceSampler
 
     decoder = CudaDecoder(weights, num_slots)

@@ -26,7 +26,7 @@ from treering.engine.batch.step_inputs import (
     make_inputs,
 )
 from treering.engine.batch.token_batch import VisionSnapshot, join, prefill_chunks, with_images
-from treering.engine.decoder.weights import read_weights
+from treering.engine.decoder.decoder_weights import read_weights
 from treering.engine.pass_threads import PassThreads
 from treering.engine.protocol import (
     GPU_ROW_PRICE,

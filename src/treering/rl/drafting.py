@@ -15,8 +15,8 @@ from treering.engine.protocol import Rollout
 from treering.errors import InputError
 from treering.history.budget import VerifyCosts
 from treering.history.draft.drafter import Drafter
+from treering.history.store.history_reader import SnapshotSource
 from treering.history.store.prompt_index import MARKER, PromptIndex
-from treering.history.store.reader import SnapshotSource
 from treering.history.store.store import HistoryStore
 from treering.types import PromptId, TokenIds
 

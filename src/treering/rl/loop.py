@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from treering.config.loop import RlOptions
 from treering.config.optim import OptimOptions
+from treering.config.rl_options import RlOptions
 from treering.data import Trajectory
 from treering.engine.protocol import Engine, EngineStats
 from treering.history.draft.drafter import Drafter

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from treering.config.loop import RlOptions
+from treering.config.rl_options import RlOptions
 from treering.engine.admission import check_context
 from treering.engine.protocol import Engine, Request, Rollout, Sampling
 from treering.errors import InputError, StateError, plural

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from treering.config.loop import RlOptions
 from treering.config.optim import OptimOptions
+from treering.config.rl_options import RlOptions
 from treering.engine.protocol import Logprobs
 from treering.errors import ConfigError, StateError, plural
 from treering.ranks.group import RankGroup

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from treering.config.loop import RlOptions
 from treering.config.optim import OptimOptions
+from treering.config.rl_options import RlOptions
 from treering.engine.protocol import Request, Rollout, RolloutKey
 from treering.errors import ConfigError
 from treering.rl.collect import RewardResult
@@ -23,8 +23,8 @@ from treering.runtime.open_step import OpenStep
 from treering.runtime.process import Actors, RunProcess
 from treering.runtime.rewards import RewardClient
 from treering.runtime.rollout_pool import RolloutPool
-from treering.runtime.trainer import TrainerClient, packed
-from treering.runtime.weights import WeightStore, model_tensors
+from treering.runtime.trainer_worker import TrainerClient, packed
+from treering.runtime.weight_store import WeightStore, model_tensors
 from treering.schedule.cluster import Cluster
 from treering.schedule.measured_latency import MeasuredTimes
 from treering.schedule.policy import SchedulePolicy

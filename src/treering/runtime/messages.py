@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeAlias
 from torch import nn
 
 from treering.config.engine import DraftOptions
-from treering.config.loop import RlOptions
 from treering.config.optim import OptimOptions
+from treering.config.rl_options import RlOptions
 from treering.engine.protocol import Engine, EngineStats, Request, Rollout, RolloutKey
 from treering.history.draft.drafter import Drafter
 from treering.rl.collect import Group, RewardResult
@@ -49,7 +49,7 @@ class WithWeights:
     """Message that may carry weights."""
 
     weights: Any = None
-    """In a process, bytes by name (`treering.runtime.weights`); in the controller, a reference to them."""
+    """In a process, bytes by name (`treering.runtime.weight_store`); in the controller, a reference to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -21,7 +21,7 @@ from treering.rl.tasks.task import Task
 from treering.runtime.account import Account
 from treering.runtime.controller import Controller, FinishedStep, PipelineSpec, StartState
 from treering.runtime.run_state import RunState, report_of
-from treering.runtime.trainer import unpacked
+from treering.runtime.trainer_worker import unpacked
 from treering.schedule.cluster import Latency
 from treering.train.loop.checkpoint import Resumable, set_random_state
 from treering.train.router_losses import check_routers

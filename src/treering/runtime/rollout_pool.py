@@ -24,7 +24,7 @@ from treering.runtime.moves import choose_move
 from treering.runtime.open_step import OpenStep
 from treering.runtime.process import Actors, RunProcess
 from treering.runtime.rollout_worker import EpisodeWorker, RolloutWorker
-from treering.runtime.weights import WeightStore
+from treering.runtime.weight_store import WeightStore
 from treering.schedule.measured_latency import MeasuredTimes
 
 OpenSteps: TypeAlias = Mapping[int, OpenStep]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from treering.engine.protocol import Engine, EngineStats, Request, Rollout, RolloutKey
-from treering.history.store.reader import HistoryReader
+from treering.history.store.history_reader import HistoryReader
 from treering.ranks.group import RankGroup
 from treering.rl.drafting import make_drafter
 from treering.rl.environments.environment import Environment, EnvironmentTask
@@ -28,7 +28,7 @@ from treering.runtime.messages import (
     SampleRequests,
     WorkerSettings,
 )
-from treering.runtime.weights import load_weights
+from treering.runtime.weight_store import load_weights
 from treering.schedule.measured_latency import MeasuredTimes
 
 _REPORT_S = 0.2

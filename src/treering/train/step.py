@@ -50,7 +50,7 @@ from treering.train.partitioned import PartitionedStep, Unit, num_forwards, scor
 from treering.train.progress import OnProgress, PhaseProgress
 from treering.train.router_losses import RouterFactors, Routing, branches_through
 from treering.train.scoring import Scorer, joined_leaves, split_gradients, vector_product
-from treering.train.teacher import StepTeacher
+from treering.train.step_teacher import StepTeacher
 from treering.tree.forest import Forest
 from treering.tree.partition import PartitionedTree
 from treering.tree.plan import MicroBatch, Plan, plan_batch

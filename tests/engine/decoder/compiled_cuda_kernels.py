@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.engine.decoder.compiled_code import copies_wait_for_loads, copy_bytes, num_buffers
-from treering.engine.decoder.cuda.layers import (
+from treering.engine.decoder.cuda.layer_kernels import (
     LOG2_E,
     add_parts_kernel,
     attend_kernel,

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from tests.models import build_float64
 from treering.engine.batch.token_batch import of_sequence
-from treering.engine.decoder.cpu import decoder as decoder_cpu
-from treering.engine.decoder.cpu.decoder import CpuDecoder
+from treering.engine.decoder.cpu import cpu_decoder
+from treering.engine.decoder.cpu.cpu_decoder import CpuDecoder
+from treering.engine.decoder.decoder_weights import DecoderWeights, read_weights
 from treering.engine.decoder.plain_decoder import Decoder
-from treering.engine.decoder.weights import DecoderWeights, read_weights
 from treering.model.tree_model import TreeModel
 
 TOKENS = np.array([3, 1, 4, 1, 5])
@@ -43,7 +43,7 @@ def test_transposed_matrices_keep_their_values(is_inference: bool) -> None:
 
 
 def test_matrices_larger_than_a_cores_cache_are_not_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_cpu, "_MOST_LAID_OUT", 0)
+    monkeypatch.setattr(cpu_decoder, "_MOST_LAID_OUT", 0)
     weights = weights_of(build_float64("qwen3"))
     CpuDecoder(weights, num_slots=8)
     assert all(matrix.is_contiguous() for matrix in matrices_of(weights))

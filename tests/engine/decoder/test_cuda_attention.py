@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY, Row, batch_of, expected_attention, random_case
-from treering.engine.decoder.cuda.decoder import PassTables, bucket, make_tables
+from treering.engine.decoder.cuda.cuda_decoder import PassTables, bucket, make_tables
 
-attend_module = pytest.importorskip("treering.engine.decoder.cuda.layers")
+attend_module = pytest.importorskip("treering.engine.decoder.cuda.layer_kernels")
 pytestmark = INTERPRETED_ONLY
 
 CHAINS = [Row(prefix=0, own=1), Row(prefix=5, own=3), Row(prefix=20, own=33, num_fed=3)]

@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 from tests.engine.decoder.cuda_cases import APART, INTERPRETED_ONLY, Row, batch_of
 from tests.models import VOCAB, build
 from treering.engine.batch.token_batch import TokenBatch
+from treering.engine.decoder.decoder_weights import DecoderWeights, read_weights
 from treering.engine.decoder.plain_decoder import TorchDecoder
-from treering.engine.decoder.weights import DecoderWeights, read_weights
 from treering.families import FAMILIES
 from treering.model.tree_model import TreeModel
 
-cuda = pytest.importorskip("treering.engine.decoder.cuda.decoder")
+cuda = pytest.importorskip("treering.engine.decoder.cuda.cuda_decoder")
 pytestmark = INTERPRETED_ONLY
 
 NUM_SLOTS = 3 * APART

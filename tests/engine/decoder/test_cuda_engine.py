@@ -124,7 +124,7 @@ def test_a_trainer_may_capture_after_an_engine_in_inference_mode(monkeypatch: py
         made.append(torch.zeros(1))
         return work
 
-    monkeypatch.setattr("treering.engine.decoder.cuda.decoder.capture", capture)
+    monkeypatch.setattr("treering.engine.decoder.cuda.cuda_decoder.capture", capture)
     requests = group_requests(2, 2, max_tokens=4)
     with torch.inference_mode():
         model = build("qwen3", **SMALL).eval()

@@ -12,7 +12,7 @@ from tests.history.reference import Row, draft_rows, same_drafts, store_of
 from treering.history.budget import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.request_drafter import RequestDrafter
-from treering.history.store.reader import HistoryReader
+from treering.history.store.history_reader import HistoryReader
 from treering.history.store.store import HistoryStore
 
 

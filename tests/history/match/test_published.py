@@ -12,8 +12,8 @@ from tests.history.reference import Row, draft_rows, first_tokens, store_of
 from treering.history.draft.drafter import Drafter
 from treering.history.match.published import Arena, Recent
 from treering.history.store.files import StoredIndex
+from treering.history.store.history_reader import HistoryReader, newest_first
 from treering.history.store.prompt_index import MARKER
-from treering.history.store.reader import HistoryReader, newest_first
 from treering.history.store.store import HistoryStore
 
 PROMPT = st.dictionaries(

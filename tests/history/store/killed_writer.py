@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.killing import in_a_process
 from treering.history.store import store as store_module
-from treering.history.store.reader import HistoryReader
+from treering.history.store.history_reader import HistoryReader
 from treering.history.store.store import HistoryStore
 
 NUM_PUBLISHES = 5

@@ -10,7 +10,7 @@ import pytest
 
 from tests.history.stores import assert_equal_snapshots, contents, data_files, ids, reopened, write
 from treering.history.store import files
-from treering.history.store.reader import HistoryReader
+from treering.history.store.history_reader import HistoryReader
 from treering.history.store.store import HistoryStore
 
 

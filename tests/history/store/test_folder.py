@@ -25,8 +25,8 @@ from tests.history.stores import (
 from treering.errors import StateError
 from treering.history.store import store as store_module
 from treering.history.store.files import StoredIndex
+from treering.history.store.history_reader import HistoryReader
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.store.reader import HistoryReader
 from treering.history.store.store import HistoryStore
 
 

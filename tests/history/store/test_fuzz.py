@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.history.store.killed_writer import NUM_PUBLISHES, digest_of, open_store
 from tests.killing import ROOT
 from treering.history.store import store as store_module
-from treering.history.store.reader import HistoryReader
+from treering.history.store.history_reader import HistoryReader
 from treering.history.store.store import HistoryStore
 
 PROMPTS = ("a", "b", "c", 7)

@@ -15,7 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from treering.engine.protocol import EngineStats
 from treering.errors import ConfigError, StateError, UnsupportedError
-from treering.history.store.reader import HistoryReader
+from treering.history.store.history_reader import HistoryReader
 from treering.integrations.trl import vllm_drafts
 from treering.integrations.trl.vllm_drafting import JoinedTurns, ServerConnection, VLLMBatches, check_sampling
 from treering.integrations.vllm.llm import EXTENSION

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.verifiers.test_environment import check_same, collect, rollouts_of
+from tests.integrations.verifiers.test_verifiers_environment import check_same, collect, rollouts_of
 from tests.processes import is_alive, wait_for_the_end_of
 from tests.rl.environments.worlds import TURN_END
 from treering.errors import ConfigError
-from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
+from treering.integrations.verifiers.verifiers_environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.collect import Collected
 from treering.rl.environments.policy_calls import Session
 

@@ -41,7 +41,7 @@ from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
 
 from tests.models import build  # noqa: E402
 from treering.errors import UnsupportedError  # noqa: E402
-from treering.integrations.verl import plugin  # noqa: E402
+from treering.integrations.verl import verl_plugin  # noqa: E402
 
 VOCAB = 64
 ROWS_PER_PROMPT = 4
@@ -223,12 +223,12 @@ def main(folder: Path, rank: int, size: int) -> None:
     rows = [row for other in range(size) for row in rows_of(other)][rank::size]
     saved: dict[str, Any] = {"rows": [[*prompt, *response] for prompt, response in rows]}
     os.environ["TREERING_VERL_GROUPS"] = "whole_mini_batches"
-    plugin.register()
+    verl_plugin.register()
     workers = {"step": TrainingWorker, "grouped step": ActorRolloutRefWorker.actor_worker_cls}
     for name, worker in workers.items():
         saved[f"{name}/stock"] = ppo_step(worker, folder / "plain", rows, size=size)
     saved["refusal"] = refusal_of_shuffled_rows(workers["grouped step"])
-    os.environ[plugin.VARIABLE] = plugin.VENDOR
+    os.environ[verl_plugin.VARIABLE] = verl_plugin.VENDOR
     for name, worker in workers.items():
         saved[f"{name}/tree"] = ppo_step(worker, folder / "plain", rows, size=size)
     ours = EngineRegistry.get_engine_cls("language_model", "fsdp2")

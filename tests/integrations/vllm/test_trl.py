@@ -115,7 +115,7 @@ def test_drafts_are_in_the_metrics_and_more_are_accepted_when_prompts_come_again
 
 
 def test_the_history_has_the_rollouts_of_every_prompt(drafted: Trained, history: Path) -> None:
-    from treering.history.store.reader import HistoryReader
+    from treering.history.store.history_reader import HistoryReader
     from treering.types import hash_of_prompt
 
     snapshot = HistoryReader(history).snapshot

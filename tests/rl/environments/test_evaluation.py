@@ -9,8 +9,8 @@ import torch
 
 from tests.models import build_float64, flat_logprobs
 from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, World, collect, engine_of, model_of, task_of, user
-from treering.config.loop import RlOptions
 from treering.config.optim import OptimOptions
+from treering.config.rl_options import RlOptions
 from treering.engine.protocol import Sampling
 from treering.errors import StateError
 from treering.ranks.group import RankGroup

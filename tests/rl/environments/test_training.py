@@ -7,7 +7,7 @@ import treering
 from tests.models import build_float64
 from tests.rl.environments.worlds import VOCAB, WORLDS, collect, engine_of, task_of
 from tests.rl.rollouts import rollout_of
-from treering.config.loop import RlOptions
+from treering.config.rl_options import RlOptions
 from treering.engine.protocol import Sampling
 from treering.rl.advantages import branch_advantages, branch_weights
 from treering.rl.batch import make_rl_batch

@@ -7,11 +7,11 @@ from transformers import PreTrainedModel
 
 from tests.models import VOCAB, build
 from treering.config.optim import OptimOptions
-from treering.config.sft import SftOptions
+from treering.config.sft_config import SftOptions
 from treering.data import AgentSpec, generate_trajectories, render
 from treering.train.loop.batches import TrainingTask, group_by_task
 from treering.train.loop.checkpoint import CheckpointStore
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 
 IDENTITY = {"model.hidden_size": 32, "data": "generated", "train.seed": 0}
 

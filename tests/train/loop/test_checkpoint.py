@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from tests.models import build
 from tests.train.loop.runs import IDENTITY, assert_bitwise_equal, store, tensors_of, tiny_loop, tiny_tasks
 from treering.config.optim import OptimOptions
-from treering.config.sft import SftOptions
+from treering.config.sft_config import SftOptions
 from treering.errors import StateError, UnsupportedError
 from treering.files.writing import MANIFEST, read_facts, write_folder
 from treering.train.loop.checkpoint import STATE_FILE, checkpoint_path, set_random_state
 from treering.train.loop.saved_run import METRICS_FILE, open_run
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 
 WEIGHTS = "model.safetensors"
 

@@ -5,11 +5,11 @@ import torch
 
 from tests.models import build
 from tests.train.loop.runs import tiny_tasks
+from treering.config.distill_options import DistillOptions
 from treering.config.optim import OptimOptions
-from treering.config.sft import SftOptions
-from treering.config.teacher import DistillOptions
+from treering.config.sft_config import SftOptions
 from treering.errors import ConfigError, InputError
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 
 TEACHER = build("llama", seed=3).eval()
 OPTIM = OptimOptions(learning_rate=1e-2)

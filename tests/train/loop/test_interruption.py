@@ -20,7 +20,7 @@ from treering.train.loop import saved_run
 from treering.train.loop.checkpoint import Resumable, StepReport
 from treering.train.loop.held_out import Evaluation
 from treering.train.loop.saved_run import Interruption, Saved, open_run, run_steps
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 from treering.train.progress import OnProgress, Phase
 
 NUM_STEPS = 4

@@ -16,7 +16,7 @@ from treering.cli.display import PlainConsole, WorkProgress, facts_table, warnin
 from treering.cli.eval.eval_options import EvalArguments
 from treering.cli.hub import find_folder, find_model
 from treering.cli.models import choose_device, load_checkpoint
-from treering.cli.sft import read_files, split_corpus
+from treering.cli.sft_command import read_files, split_corpus
 from treering.cli.train_engine import load_held_out, measure_rewards
 from treering.cli.user_messages import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load

@@ -20,7 +20,7 @@ from treering.engine.host import EngineHost
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, UnsupportedError
 from treering.history.draft.drafter import Drafter
-from treering.history.store.reader import HistoryReader
+from treering.history.store.history_reader import HistoryReader
 from treering.model.checks import max_positions
 from treering.rl.environments.chat import ChatTokens
 from treering.rl.model_samplers import EngineOptions

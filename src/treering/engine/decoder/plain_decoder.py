@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from treering.arrays import Int64Array
 from treering.engine.batch.token_batch import ImageInputs, TokenBatch
-from treering.engine.decoder.weights import DecoderWeights, LayerWeights
+from treering.engine.decoder.decoder_weights import DecoderWeights, LayerWeights
 
 
 class Decoder(ABC):

@@ -30,7 +30,7 @@ from treering.history.draft.worth import Value
 from treering.history.draft_types import DraftRows, Drafts, contradiction, no_drafts
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source, sources_of
 from treering.history.match.sources import Rows, SearchState, SourceGate
-from treering.history.store.reader import SnapshotSource
+from treering.history.store.history_reader import SnapshotSource
 from treering.history.store.store import HistoryStore
 from treering.types import is_count
 

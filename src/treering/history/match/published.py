@@ -29,8 +29,8 @@ from treering.history.match.matches import (
     put,
     with_edit,
 )
+from treering.history.store.history_reader import newest_first
 from treering.history.store.prompt_index import MARKER, PromptIndex, check_entries, sort_contexts
-from treering.history.store.reader import newest_first
 from treering.types import PromptId
 
 KEY_BITS = 4

@@ -19,8 +19,8 @@ from treering.errors import ConfigError, InputError, StateError
 from treering.files.lock import FileLock
 from treering.files.writing import clear_unfinished
 from treering.history.store.files import StoredIndex, list_files, path_of, read_file, replay, write_file
+from treering.history.store.history_reader import Snapshot, Stored
 from treering.history.store.prompt_index import PromptIndex, as_text, with_newest, with_rollouts
-from treering.history.store.reader import Snapshot, Stored
 from treering.types import MAX_TOKEN_ID, PromptId, TokenIds, is_count
 
 RolloutKey: TypeAlias = tuple[PromptId, int]

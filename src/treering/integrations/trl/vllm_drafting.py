@@ -19,7 +19,7 @@ from treering.arrays import Int32Array
 from treering.engine.protocol import EngineStats
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.extras import require
-from treering.history.store.reader import newest_first
+from treering.history.store.history_reader import newest_first
 from treering.history.store.store import HistoryStore
 from treering.integrations.trl.trl_trainers import ROLLOUT_TRAINERS, Overrides, kind_of
 from treering.integrations.vllm.draft_session import PromptTable

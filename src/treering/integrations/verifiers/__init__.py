@@ -1,5 +1,5 @@
 """Train on environments of verifiers v1, which run in their own interpreter."""
 
-from treering.integrations.verifiers.environment import VerifiersEnvironment
+from treering.integrations.verifiers.verifiers_environment import VerifiersEnvironment
 
 __all__ = ["VerifiersEnvironment"]

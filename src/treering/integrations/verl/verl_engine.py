@@ -228,7 +228,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     def _tree_outputs(self, micro_batch: Any) -> tuple[dict[str, Any], float]:
         """Return log-probabilities and requested entropies as nested tensors, and flat tokens per computed token."""
-        from treering.integrations.verl.scoring import score_rows_once
+        from treering.integrations.verl.row_scoring import score_rows_once
 
         forest = self._forest(micro_batch)
         has_entropy = tu.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False)

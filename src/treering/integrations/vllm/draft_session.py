@@ -13,8 +13,8 @@ from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.request_drafter import RequestDrafter, before_unknown
 from treering.history.match.sources import GainGate
+from treering.history.store.history_reader import BackgroundReader, HistoryReader
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.store.reader import BackgroundReader, HistoryReader
 from treering.history.store.store import HistoryStore
 from treering.integrations.vllm.vllm_settings import PluginSettings, read_request_args
 from treering.types import PromptId, hash_of_prompt

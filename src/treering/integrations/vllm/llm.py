@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from treering.engine.decoder.weights import WeightSource, bias_of, check_adapter, is_lora, plain_of, source_of
+from treering.engine.decoder.decoder_weights import WeightSource, bias_of, check_adapter, is_lora, plain_of, source_of
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.extras import require
 from treering.integrations.vllm.llm_requests import Truncated, VLLMLayers

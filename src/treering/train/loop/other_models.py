@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from treering.arrays import Float64Array
+from treering.config.distill_options import DistillOptions
 from treering.config.steps import ComputeOptions, StepsOptions
-from treering.config.teacher import DistillOptions
 from treering.errors import ConfigError
 from treering.model.checks import check_whole
 from treering.model.tree_model import TreeModel
@@ -20,7 +20,7 @@ from treering.train.loop.lora_adapters import has_adapter
 from treering.train.objective import Objective
 from treering.train.objectives.distill import distill
 from treering.train.objectives.sft import sft
-from treering.train.teacher import teacher_parts
+from treering.train.step_teacher import teacher_parts
 
 
 def distill_objective(options: DistillOptions, teacher: nn.Module, plain: Objective) -> Objective:

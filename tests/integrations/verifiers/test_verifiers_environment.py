@@ -16,7 +16,7 @@ from tests.processes import is_alive, wait_for_the_end_of
 from tests.rl.environments.worlds import TURN_END, engine_of, model_of, task_of
 from treering.engine.protocol import Rollout, Sampling
 from treering.errors import ConfigError
-from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
+from treering.integrations.verifiers.verifiers_environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.collect import Collected
 from treering.rl.environments.collect_episodes import collect_episodes
 

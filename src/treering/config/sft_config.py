@@ -7,16 +7,16 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
+from treering.config.distill_options import DistillOptions, check_teacher
 from treering.config.eval import SftEvalConfig
 from treering.config.lora import LoraOptions, check_lora
-from treering.config.metrics import MetricsConfig
+from treering.config.metric_sinks import MetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimOptions, check_warmup
 from treering.config.record import Config
 from treering.config.router import RouterLosses
 from treering.config.run import RunConfig
 from treering.config.steps import NormalizerOrNumber, StepsOptions, check_length
-from treering.config.teacher import DistillOptions, check_teacher
 from treering.config.values import Count, CountOrAuto, FilePaths, TemplateDate, TokenizerPath
 from treering.data.formats.reader import FailedRuns, FormatName
 from treering.errors import ConfigError

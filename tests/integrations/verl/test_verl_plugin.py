@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.integrations.verl.common import ROOT, environment
-from treering.integrations.verl import plugin
+from treering.integrations.verl import verl_plugin
 
 SHOW = """
 import json, sys
@@ -31,15 +31,15 @@ needs_verl = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not i
 
 
 def test_only_its_own_vendor_opts_in() -> None:
-    assert plugin.is_chosen({"VERL_ENGINE_VENDOR": "treering"})
-    assert not plugin.is_chosen({})
-    assert not plugin.is_chosen({"VERL_ENGINE_VENDOR": "nvidia"})
+    assert verl_plugin.is_chosen({"VERL_ENGINE_VENDOR": "treering"})
+    assert not verl_plugin.is_chosen({})
+    assert not verl_plugin.is_chosen({"VERL_ENGINE_VENDOR": "nvidia"})
 
 
 def test_an_engine_that_cannot_be_imported_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verl.workers.engine", None)
     with pytest.raises(SystemExit, match=r"asks for Treering's engine, which cannot be imported"):
-        plugin.register()
+        verl_plugin.register()
 
 
 def shown(**chosen: str) -> dict[str, object]:
@@ -61,7 +61,7 @@ def test_without_the_opt_in_nothing_of_verl_changes() -> None:
     assert "treering" in {point.name for point in entry_points(group="verl.plugins")}
     without, stock = shown(), shown(VERL_USE_EXTERNAL_PLUGINS="none")
     assert stock["loaded"] == []
-    assert not {name for name in without["loaded"] if "integrations.verl." in name} - {plugin.__name__}
+    assert not {name for name in without["loaded"] if "integrations.verl." in name} - {verl_plugin.__name__}
     assert {name: value for name, value in without.items() if name != "loaded"} == {
         name: value for name, value in stock.items() if name != "loaded"
     }

@@ -40,7 +40,7 @@ from treering.train.loop.checkpoint import NAME, StepReport, checkpoint_path
 from treering.train.loop.compute import shard_model
 from treering.train.loop.held_out import HeldOutLoss
 from treering.train.loop.saved_run import CHECKPOINTS_FOLDER
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 from treering.tree.radix import fill_forest
 
 

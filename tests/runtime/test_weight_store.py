@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.runtime.in_process import TestActors
 from treering.errors import StateError
-from treering.runtime.weights import WeightStore, load_weights, model_tensors, weights_of
+from treering.runtime.weight_store import WeightStore, load_weights, model_tensors, weights_of
 
 
 class Mixed(nn.Module):

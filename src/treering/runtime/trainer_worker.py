@@ -28,7 +28,7 @@ from treering.runtime.messages import (
     TrainStep,
 )
 from treering.runtime.process import Actors, RunProcess
-from treering.runtime.weights import Weights, WeightStore, load_weights, model_tensors, weights_of
+from treering.runtime.weight_store import Weights, WeightStore, load_weights, model_tensors, weights_of
 from treering.train.loop.checkpoint import random_state, set_random_state
 from treering.train.loop.compute import shard_model
 from treering.train.loop.lora_adapters import has_adapter

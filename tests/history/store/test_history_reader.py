@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.history.stores import assert_equal_snapshots, contents, data_files, ids, reopened, write
-from treering.history.store import reader as reader_module
+from treering.history.store import history_reader
 from treering.history.store.files import HistoryFile, read_file
+from treering.history.store.history_reader import BackgroundReader, HistoryReader, Snapshot
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.store.reader import BackgroundReader, HistoryReader, Snapshot
 from treering.history.store.store import HistoryStore
 
 CHANGES = st.lists(
@@ -146,7 +146,7 @@ def test_a_publish_that_is_replaced_while_it_is_read_is_skipped(
                 add(store, "a", num_publishes)
             return read_file(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(reader_module, "read_file", publish_first)
+        monkeypatch.setattr(history_reader, "read_file", publish_first)
         assert_equal_snapshots(HistoryReader(tmp_path), store)
         num_publishes = 10**9
         add(store, "b", 1)

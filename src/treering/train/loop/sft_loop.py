@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from treering.config.optim import OptimOptions
-from treering.config.sft import SftOptions
+from treering.config.sft_config import SftOptions
 from treering.errors import InputError
 from treering.model.checks import check_positions, max_positions
 from treering.ranks.group import RankGroup

@@ -27,10 +27,10 @@ from treering.engine.decoder.cuda.device import (
     on_device,
     padded_bytes,
 )
-from treering.engine.decoder.cuda.layers import add_norm, attend, gate, num_parts, rotate_and_write
+from treering.engine.decoder.cuda.layer_kernels import add_norm, attend, gate, num_parts, rotate_and_write
 from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PagedAllocator
+from treering.engine.decoder.decoder_weights import DecoderWeights, LayerWeights, Sizes, activation_widths
 from treering.engine.decoder.plain_decoder import Decoder
-from treering.engine.decoder.weights import DecoderWeights, LayerWeights, Sizes, activation_widths
 
 ROWS_OF_TILES = (16, 64)
 """Queries per tile, tokens times heads: the minimum of the matrix units, and the most that fits with the keys."""

@@ -11,11 +11,11 @@ from tests.models import assert_gradients_equal, build, build_float64, flat_logp
 from tests.train.loop.runs import tiny_loop, tiny_tasks
 from treering import metrics
 from treering.config.optim import OptimOptions
-from treering.config.sft import SftOptions
+from treering.config.sft_config import SftOptions
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.model.layers import enable_gradient_checkpointing
 from treering.train.loop.batches import TrainingTask
-from treering.train.loop.sft import SftLoop
+from treering.train.loop.sft_loop import SftLoop
 
 EXACT = 1e-10
 PLAIN = OptimOptions(learning_rate=1e-2, weight_decay=0.1, eps=1e-4, max_grad_norm=0.5)

@@ -16,8 +16,8 @@ from treering.arrays import Int64Array
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.cpu.kernels import attend, move_slots, rms_norm, silu_mul, write_keys
 from treering.engine.decoder.cpu.simd import lanes_of
+from treering.engine.decoder.decoder_weights import DecoderWeights, LayerWeights, activation_widths
 from treering.engine.decoder.plain_decoder import Decoder
-from treering.engine.decoder.weights import DecoderWeights, LayerWeights, activation_widths
 
 _CACHE_LINE = 64
 _MOST_DRAFTS = 64

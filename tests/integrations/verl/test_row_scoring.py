@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tests.models import VOCAB, build, build_float64, flat_logprobs
 from treering.errors import InputError
-from treering.integrations.verl.scoring import score_rows_once
+from treering.integrations.verl.row_scoring import score_rows_once
 from treering.tree.forest import Forest
 
 ROWS = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4], [7, 8], [1, 2, 3, 4, 9]]
