@@ -104,6 +104,12 @@ def array(name: str, value: object) -> list[Any]:
     return value
 
 
+def object_in(record: object, key: str) -> Mapping[str, Any]:
+    """Return the object under a key of a record; {} if the record or the value is not an object."""
+    value = record.get(key) if isinstance(record, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
 def is_blank(value: object) -> bool:
     """Return whether a value is null, or an empty text, list or object.
 

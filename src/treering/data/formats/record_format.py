@@ -2,21 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from treering.data.formats.codec import decode_task_id, first_prompt_id
 from treering.data.trajectory import Message, TaskId, Trajectory
 from treering.types import LossMask, TokenIds
-
-
-class Tally(Protocol):
-    """Counts over all records of a file."""
-
-    def notes(self) -> list[str]:
-        """Return a sentence for each thing that the file's owner should know."""
-
-
-_Tally = TypeVar("_Tally", bound=Tally)
 
 
 class Note:
@@ -26,28 +16,19 @@ class Note:
     """
 
     def __init__(self, tallies: dict[type[Any], Any]) -> None:
-        """Take the tallies of the file, which its records share."""
         self.sentences: dict[str, None] = {}
-        self._tallies = tallies
+        self.tallies = tallies
+        """Counts over all records of the file by class; `notes` of each returns further sentences."""
 
     def __call__(self, sentence: str) -> None:
         """Keep a sentence."""
         self.sentences[sentence] = None
-
-    def tally(self, kind: type[_Tally]) -> _Tally:
-        """Return the file's tally of this class, which is made for the first record that asks for it."""
-        found: _Tally = self._tallies.setdefault(kind, kind())
-        return found
 
 
 Decode: TypeAlias = Callable[[Mapping[str, Any], Note], list[Trajectory]]
 """Returns the trajectories of a record, or raises InputError with the field, its value and the rule."""
 Sign: TypeAlias = Callable[[Mapping[str, Any], Set[str]], bool]
 """Returns whether a record has a format, from the record and its keys with values that are not blank."""
-
-
-def _never(record: Mapping[str, Any]) -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +52,7 @@ class RecordFormat:
     Ranks in use are between 10 and 101: `grep -rn signs= adapters`."""
     has_images: bool = False
     """Whether images in messages are read; see `record_images.with_images`."""
-    has_traces: Callable[[Mapping[str, Any]], bool] = _never
+    has_traces: Callable[[Mapping[str, Any]], bool] = lambda record: False
     """Whether a record holds traces, which have other keys and their own marks of failed and truncated runs."""
 
 

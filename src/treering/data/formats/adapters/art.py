@@ -19,10 +19,7 @@ from treering.errors import InputError
 
 
 def decode_art(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """Decode a trajectory of ART and its additional histories; choices are trained, other messages are context.
-
-    Example: a user's message and a choice with the message "Hello" train "Hello".
-    """
+    """Decode a trajectory of ART and its additional histories; choices are trained, other messages are context."""
     check_readable(record, but=("tools",))
     histories = [record, *array("additional_histories", record.get("additional_histories") or [])]
     found = [_history(one, "" if i == 0 else f"additional_histories[{i - 1}].") for i, one in enumerate(histories)]
@@ -34,18 +31,16 @@ def decode_art(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 def _history(history: object, where: str) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
     if not isinstance(history, dict):
         raise InputError(f"{where[:-1]} must be an object with messages_and_choices, got {show(history)}; repair it")
-    entries = array(f"{where}messages_and_choices", history.get("messages_and_choices"))
+    name = f"{where}messages_and_choices"
     messages = []
-    for entry in entries:
-        choice = entry.get("message") if isinstance(entry, dict) and "role" not in entry else None
-        if choice is not None:
-            messages.append(choice)
-            continue
-        is_answer = isinstance(entry, dict) and entry.get("role") == "assistant"
-        messages.append({**entry, "weight": 0} if is_answer else entry)
-    return decode_messages(messages, f"{where}messages_and_choices"), nested_tools(
-        history.get("tools"), f"{where}tools"
-    )
+    for entry in array(name, history.get("messages_and_choices")):
+        if isinstance(entry, dict) and "role" not in entry and entry.get("message") is not None:
+            messages.append(entry["message"])
+        elif isinstance(entry, dict) and entry.get("role") == "assistant":
+            messages.append({**entry, "weight": 0})
+        else:
+            messages.append(entry)
+    return decode_messages(messages, name), nested_tools(history.get("tools"), f"{where}tools")
 
 
 FORMATS = (

@@ -8,10 +8,10 @@ from typing import Any
 
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import array, show, text_field
-from treering.data.formats.model_calls import TokenCall, token_calls, token_trajectories
+from treering.data.formats.json_fields import array, object_in, show, text_field
+from treering.data.formats.model_calls import token_calls, token_trajectories
 from treering.data.formats.record_format import TASK_KEYS, Note, RecordFormat, task_of
-from treering.data.trajectory import Message, TaskId, Trajectory
+from treering.data.trajectory import TaskId, Trajectory
 from treering.errors import InputError
 
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
@@ -24,8 +24,6 @@ def decode_atif(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Token ids are read if every sampled step has them. Steps that were copied from another trajectory, and steps that
     no model wrote, are context.
-
-    Example: the steps user "Hi" and agent "Hello" train "Hello".
     """
     return _decode(record, note, None, "")
 
@@ -36,29 +34,20 @@ def _decode(record: Mapping[str, Any], note: Note, task_id: TaskId | None, where
     records = [one for i, step in enumerate(steps) for one in _messages(step, f"{where}steps[{i}]")]
     messages = decode_messages(records, f"messages of {where}steps")
     if task_id is None:
-        extra = record.get("extra")
-        task_id = task_of({**(extra if isinstance(extra, dict) else {}), **record}, note, messages=messages, keys=_KEYS)
-    found = _trajectories(record, steps, messages, task_id, where)
+        task_id = task_of({**object_in(record, "extra"), **record}, note, messages=messages, keys=_KEYS)
+    sampled = [i for i, step in enumerate(steps) if _is_sampled(step)]
+    metrics = [steps[i].get("metrics") for i in sampled]
+    if calls := token_calls(metrics, _IDS, lambda number: f"{where}steps[{sampled[number]}].metrics"):
+        found = token_trajectories(calls, task_id=task_id)
+    else:
+        tools = nested_tools(object_in(record, "agent").get("tool_definitions"), f"{where}agent.tool_definitions")
+        found = [Trajectory(task_id=task_id, messages=messages, tools=tools)]
     for i, inner in enumerate(array(f"{where}subagent_trajectories", record.get("subagent_trajectories") or [])):
         prefix = f"{where}subagent_trajectories[{i}]."
         if not isinstance(inner, dict):
             raise InputError(f"{prefix[:-1]} must be a trajectory, got {show(inner)}; repair it")
         found += _decode(inner, note, task_id, prefix)
     return found
-
-
-def _trajectories(
-    record: Mapping[str, Any],
-    steps: list[Mapping[str, Any]],
-    messages: tuple[Message, ...],
-    task_id: TaskId,
-    where: str,
-) -> list[Trajectory]:
-    if calls := _token_calls(steps, where):
-        return token_trajectories(calls, task_id=task_id)
-    agent = record.get("agent")
-    tools = agent.get("tool_definitions") if isinstance(agent, dict) else None
-    return [Trajectory(task_id=task_id, messages=messages, tools=nested_tools(tools, f"{where}agent.tool_definitions"))]
 
 
 def _step(step: object, where: str) -> Mapping[str, Any]:
@@ -82,9 +71,8 @@ def _messages(step: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
         message["content"] = message["content"] or (None if calls else "")
         message.update(tool_calls=calls, reasoning_content=step.get("reasoning_content"))
         message["weight"] = int(_is_sampled(step))
-    observation = step.get("observation")
-    results = observation.get("results") if isinstance(observation, dict) else None
-    return [message, *(_result(one, calls, where) for one in array(f"{where}.observation.results", results or []))]
+    results = array(f"{where}.observation.results", object_in(step, "observation").get("results") or [])
+    return [message, *(_result(one, calls, where) for one in results)]
 
 
 def _call(call: object, where: str) -> Mapping[str, Any]:
@@ -100,12 +88,6 @@ def _result(result: object, calls: list[Mapping[str, Any]], where: str) -> Mappi
     # The result of an action in plain text, without a call, reaches the policy as a user's message.
     role = "tool" if call_id is not None or calls else "user"
     return {"role": role, "tool_call_id": call_id, "content": result.get("content") or ""}
-
-
-def _token_calls(steps: list[Mapping[str, Any]], where: str) -> list[TokenCall]:
-    sampled = [i for i, step in enumerate(steps) if _is_sampled(step)]
-    metrics = [steps[i].get("metrics") for i in sampled]
-    return token_calls(metrics, _IDS, lambda number: f"{where}steps[{sampled[number]}].metrics")
 
 
 FORMATS = (

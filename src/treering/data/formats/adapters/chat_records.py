@@ -12,11 +12,7 @@ from treering.errors import InputError
 
 
 def decode_chat(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """Decode messages or tokens, see `codec.decode`; `messages` may be the JSON text of the list.
-
-    Example: `{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}` trains
-    "Hello".
-    """
+    """Decode messages or tokens, see `codec.decode`; `messages` may be the JSON text of the list."""
     if isinstance(record.get("messages"), str):
         record = {**record, "messages": parsed(record["messages"], "messages")}
     for key in ("completion", "response"):

@@ -16,21 +16,25 @@ from treering.errors import InputError
 
 _IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 _SAMPLED = ("message", "function_call", "reasoning")
+_ASKED = "responses_create_params"
 
 
 def decode_nemo_gym(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """Decode the rollout of a row, as token ids if each answer has them; skip a row without an output.
-
-    Example: the input "Hi" of a user and an output message "Hello" train "Hello".
-    """
+    """Decode the rollout of a row, as token ids if each answer has them; skip a row without an output."""
     check_readable(record)
-    asked, response = (_object(record, key) for key in ("responses_create_params", "response"))
-    output = _without_empty_end(array("response.output", response.get("output") or []))
+    asked, response = (_object(record, key) for key in (_ASKED, "response"))
+    output = array("response.output", response.get("output") or [])
+    # The policy wrote nothing, for example because the context was full.
+    while output and isinstance(output[-1], dict) and _is_empty(output[-1]):
+        output = output[:-1]
     if not output:
         note(NO_ANSWER)
         return []
-    prompt = (*_instructions(asked), *as_context(_input(asked)))
-    messages = (*prompt, *decode_messages(output, "response.output"))
+    text, given = text_field(asked, "instructions", f"{_ASKED}.instructions"), asked.get("input")
+    given = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    prompt = decode_messages(given, f"{_ASKED}.input")
+    begin = (Message(role="system", content=text),) if text else ()
+    messages = (*begin, *as_context(prompt), *decode_messages(output, "response.output"))
     reward = number_field(record, "reward")
     known: dict[str, Any] = {
         "task_id": task_of(record, note, messages=messages, keys=(*TASK_KEYS, "_ng_task_index", "task_index")),
@@ -40,7 +44,7 @@ def decode_nemo_gym(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     if calls := _token_calls(output):
         return token_trajectories(calls, **known)
     tools = asked.get("tools") or response.get("tools")
-    return [Trajectory(messages=messages, tools=nested_tools(tools, "responses_create_params.tools"), **known)]
+    return [Trajectory(messages=messages, tools=nested_tools(tools, f"{_ASKED}.tools"), **known)]
 
 
 def _object(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -48,24 +52,6 @@ def _object(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{key} must be an object, got {show(value)}; write the rollout as NeMo Gym does")
     return value
-
-
-def _instructions(asked: Mapping[str, Any]) -> tuple[Message, ...]:
-    text = text_field(asked, "instructions", "responses_create_params.instructions")
-    return (Message(role="system", content=text),) if text else ()
-
-
-def _input(asked: Mapping[str, Any]) -> tuple[Message, ...]:
-    value = asked.get("input")
-    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    return decode_messages(items, "responses_create_params.input")
-
-
-def _without_empty_end(output: list[Any]) -> list[Any]:
-    # The policy wrote nothing, for example because the context was full.
-    while output and isinstance(output[-1], dict) and _is_empty(output[-1]):
-        output = output[:-1]
-    return output
 
 
 def _is_empty(item: Mapping[str, Any]) -> bool:
@@ -97,12 +83,7 @@ FORMATS = (
     RecordFormat(
         name="nemo_gym",
         decode=decode_nemo_gym,
-        keys=(("responses_create_params", "response"),),
-        signs=(
-            (
-                30,
-                lambda record, filled: "responses_create_params" in filled and isinstance(record.get("response"), dict),
-            ),
-        ),
+        keys=((_ASKED, "response"),),
+        signs=((30, lambda record, filled: _ASKED in filled and isinstance(record.get("response"), dict)),),
     ),
 )

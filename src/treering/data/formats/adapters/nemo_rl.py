@@ -29,8 +29,6 @@ def decode_nemo_rl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     """Decode a message log of NeMo-RL: the token ids of its messages if all have them, else the messages.
 
     The assistant's messages are trained; in a message with a `token_loss_mask`, the tokens of the mask are.
-
-    Example: the messages user [1, 2] and assistant [3] train the token 3.
     """
     check_readable(record)
     factor = number_field(record, "loss_multiplier")

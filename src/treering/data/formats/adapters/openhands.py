@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from treering.data.formats.adapters.chat_records import decode_chat
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import array, is_blank, number_field, show, text_field
+from treering.data.formats.json_fields import array, is_blank, number_field, object_in, show, text_field
 from treering.data.formats.model_calls import as_context, ids_or_text
 from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, task_of
 from treering.data.trajectory import Message, Trajectory
@@ -52,10 +52,7 @@ class _Events:
 
 
 def decode_openhands(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """Decode the conversation of a run, and one more after each condensation; skip a run without events.
-
-    Example: the event of a user's message "Fix a.py" and an agent's call of `ls` train the call.
-    """
+    """Decode the conversation of a run, and one more after each condensation; skip a run without events."""
     check_readable(record, but=("tools",))
     if isinstance(record.get("response"), dict):
         return [_logged_call(record, note)]
@@ -69,14 +66,11 @@ def decode_openhands(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     found, tools = _conversations(events, key, note)
     instruction = text_field(record, "instruction")
     if not any(message.role == "user" for message in found[0]) and instruction:
-        found = [_with_instruction(messages, instruction) for messages in found]
+        asked = Message(role="user", content=instruction)
+        sizes = [int(messages[0].role == "system") for messages in found]
+        found = [(*one[:size], asked, *one[size:]) for one, size in zip(found, sizes, strict=True)]
     task_id = task_of(record, note, messages=found[0])
     return [Trajectory(task_id=task_id, messages=one, tools=tools, reward=_reward(record)) for one in found]
-
-
-def _with_instruction(messages: tuple[Message, ...], instruction: str) -> tuple[Message, ...]:
-    num_system = int(messages[0].role == "system")
-    return (*messages[:num_system], Message(role="user", content=instruction), *messages[num_system:])
 
 
 def _logged_call(record: Mapping[str, Any], note: Note) -> Trajectory:
@@ -86,8 +80,7 @@ def _logged_call(record: Mapping[str, Any], note: Note) -> Trajectory:
         raise InputError(f"response.choices holds one answer, got {show(choices)}; keep one of them")
     prompt = decode_messages(record.get("messages"))
     answer = decode_messages([choices[0].get("message")], "response.choices")
-    options = record.get("kwargs")
-    tools = record.get("tools") or (options.get("tools") if isinstance(options, dict) else None)
+    tools = record.get("tools") or object_in(record, "kwargs").get("tools")
     messages = (*as_context(prompt), *answer)
     return Trajectory(
         task_id=task_of(record, note, messages=messages), messages=messages, tools=nested_tools(tools, "kwargs.tools")
@@ -96,10 +89,9 @@ def _logged_call(record: Mapping[str, Any], note: Note) -> Trajectory:
 
 def _reward(record: Mapping[str, Any]) -> float | None:
     """Return 1.0 if the instance was resolved and 0.0 if not; without an evaluation, the record's reward."""
-    result = record.get("test_result")
-    sources = (record, record.get("report"), result, result.get("report") if isinstance(result, dict) else None)
-    for source in sources:
-        if isinstance(source, dict) and isinstance(source.get("resolved"), bool):
+    result = object_in(record, "test_result")
+    for source in (record, object_in(record, "report"), result, object_in(result, "report")):
+        if isinstance(source.get("resolved"), bool):
             return float(source["resolved"])
     return number_field(record, "reward")
 
@@ -107,14 +99,9 @@ def _reward(record: Mapping[str, Any]) -> float | None:
 def _conversations(
     events: Iterable[object], name: str, note: Note
 ) -> tuple[list[tuple[Message, ...]], tuple[Mapping[str, Any], ...]]:
-    """Return the tools, and one conversation per part of the run between condensations.
+    """Return one conversation per part of the run between condensations, and the tools.
 
     After a condensation the kept messages are context. Only the agent's messages are trained.
-
-    Raises:
-        InputError: an event is not an object, or no event has a message.
-
-    Example: a `MessageEvent` of the user and an `ActionEvent` become a user's message and an assistant's call.
     """
     run = _Events(note=note)
     for i, event in enumerate(events):
@@ -146,8 +133,7 @@ def _read(event: Mapping[str, Any], run: _Events, where: str) -> None:
 
 
 def _read_action(event: Mapping[str, Any], run: _Events, where: str) -> None:
-    action, args = event["action"], event.get("args")
-    args = args if isinstance(args, dict) else {}
+    action, args = event["action"], object_in(event, "args")
     if action == "condensation":
         _condense(args, run, where)
     elif action == "system":
@@ -161,13 +147,11 @@ def _read_action(event: Mapping[str, Any], run: _Events, where: str) -> None:
 
 def _add_answer(event: Mapping[str, Any], run: _Events, args: Mapping[str, Any]) -> None:
     """Add the model's message if the event has it, once per response; else a call from the event's arguments."""
-    metadata = event.get("tool_call_metadata")
-    response = metadata.get("model_response") if isinstance(metadata, dict) else None
-    choices = response.get("choices") if isinstance(response, dict) else None
-    message = (
-        choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
-    )
-    if isinstance(response, dict) and isinstance(message, dict):
+    response = object_in(object_in(event, "tool_call_metadata"), "model_response")
+    choices = response.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    message = first.get("message") if isinstance(first, dict) else None
+    if isinstance(message, dict):
         identity = _id_of(response, "id")
         if identity is None or identity not in run.answers:
             run.answers[identity] = message
@@ -178,23 +162,15 @@ def _add_answer(event: Mapping[str, Any], run: _Events, args: Mapping[str, Any])
         return
     run.note(NO_CALL_KEPT)
     given = {key: value for key, value in args.items() if key not in _OWN_ARGS and value is not None}
+    thought = args.get("thought") if isinstance(args.get("thought"), str) else None
     call = {"name": event["action"], "arguments": given}
-    thought = args.get("thought")
-    run.add(
-        event,
-        {
-            "role": "assistant",
-            "content": thought if isinstance(thought, str) and thought else None,
-            "tool_calls": [call],
-        },
-    )
+    run.add(event, {"role": "assistant", "content": thought or None, "tool_calls": [call]})
 
 
 def _read_observation(event: Mapping[str, Any], run: _Events, where: str) -> None:
     if event["observation"] in _NO_MESSAGE:
         return
-    metadata = event.get("tool_call_metadata")
-    call_id = metadata.get("tool_call_id") if isinstance(metadata, dict) else None
+    call_id = object_in(event, "tool_call_metadata").get("tool_call_id")
     run.add(event, {"role": "tool", "tool_call_id": call_id, "content": event.get("content") or ""})
 
 
@@ -210,7 +186,11 @@ def _condense(args: Mapping[str, Any], run: _Events, where: str) -> None:
             return isinstance(event_id, int) and span[0] <= event_id <= span[1]
         return event_id is not None and event_id in named
 
-    kept = [(event_id, _context(message)) for event_id, message in run.messages if not is_forgotten(event_id)]
+    kept = [
+        (event_id, {**message, "weight": 0} if message.get("role") == "assistant" else message)
+        for event_id, message in run.messages
+        if not is_forgotten(event_id)
+    ]
     if summary := text_field(args, "summary", f"{where}.summary"):
         offset = args.get("summary_offset")
         index = offset if isinstance(offset, int) else min(1, len(kept))
@@ -221,10 +201,6 @@ def _condense(args: Mapping[str, Any], run: _Events, where: str) -> None:
 def _id_of(record: Mapping[str, Any], key: str) -> _Id:
     value = record.get(key)
     return value if isinstance(value, str | int) else None
-
-
-def _context(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "weight": 0} if message.get("role") == "assistant" else message
 
 
 def _read_system(event: Mapping[str, Any], run: _Events, where: str) -> None:
@@ -245,7 +221,7 @@ def _read_call(event: Mapping[str, Any], run: _Events, where: str) -> None:
     call = event.get("tool_call")
     if not isinstance(call, dict):
         run.note(NO_CALL_KEPT)
-        action = event["action"] if isinstance(event.get("action"), dict) else {}
+        action = object_in(event, "action")
         given = {key: value for key, value in action.items() if key != "kind" and value is not None}
         call = {"id": event.get("tool_call_id"), "name": event.get("tool_name"), "arguments": given}
     identity = _id_of(event, "llm_response_id")
@@ -302,11 +278,6 @@ def whose_events(record: Mapping[str, Any], filled: Set[str]) -> str | None:
     return "openhands" if "instance_id" in filled and "history" in record and "test_result" in record else None
 
 
-def _is_logged_call(record: Mapping[str, Any], filled: Set[str]) -> bool:
-    response = record.get("response")
-    return "messages" in filled and isinstance(response, dict) and "choices" in response
-
-
 FORMATS = (
     RecordFormat(
         name="openhands",
@@ -315,6 +286,9 @@ FORMATS = (
             *(("instance_id", "history"), ("history",), ("events",), ("trajectory",), ("messages",)),
             ("messages", "response"),
         ),
-        signs=((61, _is_logged_call), (62, lambda record, filled: whose_events(record, filled) == "openhands")),
+        signs=(
+            (61, lambda record, filled: "messages" in filled and "choices" in object_in(record, "response")),
+            (62, lambda record, filled: whose_events(record, filled) == "openhands"),
+        ),
     ),
 )

@@ -19,10 +19,7 @@ _IDS = ("prompt_ids", "completion_ids", "completion_logprobs")
 
 
 def decode_prime_rl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """Decode a sample of prime-rl: ids, masks and log-probs of prompt and completion.
-
-    Example: prompt_ids [1, 2], completion_ids [3] and completion_mask [1] train the token 3.
-    """
+    """Decode a sample of prime-rl."""
     check_readable(record, but=("prompt_mask", "completion_mask"))
     return sampled_call(record, note, _IDS, record.get("reward"))
 
@@ -33,20 +30,15 @@ def sampled_call(record: Mapping[str, Any], note: Note, keys: tuple[str, str, st
         note(NO_ANSWER)
         return []
     call = token_call(record, keys)
+    # Rewards may be one number per token.
+    values = [number_field({"reward": each}, "reward") for each in (reward if isinstance(reward, list) else [reward])]
+    given = [value for value in values if value is not None]
     return token_trajectories(
         [call],
         task_id=task_of(record, note, tokens=call.prompt),
-        reward=_total(reward),
+        reward=sum(given) if given else None,
         advantage=number_field(record, "advantage"),
     )
-
-
-def _total(reward: object) -> float | None:
-    """Return the reward of a rollout, or the sum of per-token rewards."""
-    entries = reward if isinstance(reward, list) else [reward]
-    values = [number_field({"reward": entry}, "reward") for entry in entries]
-    given = [value for value in values if value is not None]
-    return sum(given) if given else None
 
 
 FORMATS = (RecordFormat(name="prime_rl", decode=decode_prime_rl, keys=(_IDS[:2],), signs=((40, has_keys(*_IDS[:2])),)),)

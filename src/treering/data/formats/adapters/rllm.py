@@ -23,10 +23,7 @@ _IDS = ("prompt_ids", "response_ids", "logprobs")
 
 
 def decode_rllm(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """Decode the calls of each agent's steps, as token ids if each step has them.
-
-    Example: a step whose chat_completions are user "Hi" and assistant "Hello" trains "Hello".
-    """
+    """Decode the calls of each agent's steps, as token ids if each step has them."""
     check_readable(record)
     found = []
     for i, agent in enumerate(array("trajectories", record["trajectories"])):

@@ -24,13 +24,13 @@ def decode_sharegpt(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     """Decode the conversation of a record, or the two of a preference pair.
 
     A `function_call` turn is one call or a list of calls as JSON text; other text is kept as text.
-
-    Example: `{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}` trains "Hello".
     """
     check_readable(record, but=(*_PAIR, "system", "tools"))
     if not is_blank(record.get("kto_tag")):
         raise InputError("kto_tag is for KTO, which Treering lacks; keep the good ones and remove the key")
-    messages = (*_system(record), *_turns(record.get("conversations"), "conversations"))
+    system = None if is_blank(record.get("system")) else text_field(record, "system")
+    begin = (Message(role="system", content=system),) if system else ()
+    messages = (*begin, *_turns(record.get("conversations"), "conversations"))
     tools = nested_tools(record.get("tools"), "tools")
     if any(not is_blank(record.get(key)) for key in _PAIR):
         answers = [_turns([record.get(key)], key) for key in _PAIR]
@@ -43,11 +43,6 @@ def decode_sharegpt(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
             reward=number_field(record, "reward"),
         )
     ]
-
-
-def _system(record: Mapping[str, Any]) -> tuple[Message, ...]:
-    text = None if is_blank(record.get("system")) else text_field(record, "system")
-    return (Message(role="system", content=text),) if text else ()
 
 
 def _turns(value: object, name: str) -> tuple[Message, ...]:

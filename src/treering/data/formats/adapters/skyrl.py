@@ -21,10 +21,7 @@ _IDS = ("prompt_token_ids", "response_ids", "rollout_logprobs")
 
 
 def decode_skyrl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """Decode a row of SkyRL, or a batch of its generator, whose fields hold one entry per row.
-
-    Example: prompt_token_ids [1, 2], response_ids [3] and loss_mask [1] train the token 3.
-    """
+    """Decode a row of SkyRL, or a batch of its generator, whose fields hold one entry per row."""
     check_readable(record, but=("loss_mask", "loss_masks"))
     found = []
     for row in _rows(record):

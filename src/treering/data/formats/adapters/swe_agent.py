@@ -29,8 +29,6 @@ def decode_swe_agent(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     """Decode the conversations of a run: one per attempt and agent, and one more after each rewritten query.
 
     Demonstrations are context. The query of a step is what the policy saw; without queries the history is read.
-
-    Example: a history of system, user and assistant trains the assistant's text.
     """
     check_readable(record, but=("tools",))
     attempts = record.get("attempts") or [record]
@@ -46,8 +44,8 @@ def decode_swe_agent(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
 def _conversations(attempt: Mapping[str, Any], note: Note) -> list[tuple[Message, ...]]:
     if not attempt.get("history") and attempt.get("messages"):
-        given = [one for one in array("messages", attempt["messages"]) if not _is_no_turn(one)]
-        return [decode_messages(given)]
+        given = array("messages", attempt["messages"])
+        return [decode_messages([one for one in given if not isinstance(one, dict) or one.get("role") not in _NO_TURN])]
     if not attempt.get("history"):
         raise InputError(
             f"a run of SWE-agent has its history, got the keys {', '.join(attempt) or 'none'}; a trajectory of actions "
@@ -110,10 +108,6 @@ def _problem(record: Mapping[str, Any]) -> Mapping[str, Any]:
     except (ValueError, TypeError, KeyError, RecursionError):
         problem = None
     return {} if problem is None else {"instance_id": problem}
-
-
-def _is_no_turn(message: object) -> bool:
-    return isinstance(message, dict) and message.get("role") in _NO_TURN
 
 
 FORMATS = (

@@ -24,8 +24,6 @@ def decode_trl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Text is not templated (format "raw") and is followed by the tokenizer's `eos_token`, as in TRL. The prompt of a pair
     without one is the common beginning of both answers.
-
-    Example: `{"prompt": "2+2=", "completion": "4"}` trains "4" and the end of the text.
     """
     is_chat = is_blank(record.get("prompt")) and is_blank(record.get("completion"))
     check_readable(record, but=(*_PAIR, "tools", "functions", *(("system", *MASK_KEYS) if is_chat else ())))

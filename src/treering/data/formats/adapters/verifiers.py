@@ -26,12 +26,13 @@ from treering.data.formats.json_fields import (
     integer_field,
     is_blank,
     number_field,
+    object_in,
     parsed,
     placed,
     show,
     token_ids,
 )
-from treering.data.formats.model_calls import TokenCall, ids_or_text, token_calls, token_trajectories
+from treering.data.formats.model_calls import ids_or_text, token_calls, token_trajectories
 from treering.data.formats.record_files import write_lines
 from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, task_of
 from treering.data.trajectory import RAW_FORMAT, TaskId, Trajectory
@@ -42,10 +43,7 @@ _NODE_KEYS = {"parent", "token_ids", "mask", "sampled", "semantic_parents"}
 
 
 def looks_like_trace(record: object) -> bool:
-    """Return whether a JSON value is a trace of verifiers v1, or an episode with traces.
-
-    Example: `{"nodes": [{"token_ids": [5], "mask": [False]}], "task": {"key": "a"}}` is a trace.
-    """
+    """Return whether a JSON value is a trace of verifiers v1, or an episode with traces."""
     return _is_run(record) or _is_episode(record)
 
 
@@ -86,10 +84,10 @@ def decode_trace(record: object, episode: Mapping[str, Any] | None = None) -> Ag
     agent, work = _object(record, "agent"), _object(_object(episode or {}, "run"), "work")
     trace = AgentTrace(
         task_id=_task_id(record, episode or {}),
-        nodes=_nodes(record["nodes"]),
-        is_trainable=flag(agent, "trainable", default=True),
+        nodes=tuple(_node(one, f"nodes[{i}]") for i, one in enumerate(record["nodes"])),
+        is_trainable=_flag(agent, "trainable", default=True),
         # A successful retry keeps the errors of the failed attempts.
-        has_failed=bool(record.get("errors")) and not flag(record, "ok", default=False),
+        has_failed=bool(record.get("errors")) and not _flag(record, "ok", default=False),
         reward=_reward(_object(record, "rewards")),
         step=integer_field(work, "step"),
         version=integer_field(_object(work, "policy"), "start"),
@@ -103,11 +101,8 @@ def decode_trace(record: object, episode: Mapping[str, Any] | None = None) -> Ag
 
 
 def encode_trace(trace: AgentTrace) -> dict[str, Any]:
-    """Return the JSON value of a run, without its episode, as `decode_trace` read it.
-
-    Example: `encode_trace(decode_trace(value))` equals `value`.
-    """
-    return {**trace.record, "nodes": [encode_node(node) for node in trace.nodes]}
+    """Return the JSON value of a run, without its episode, as `decode_trace` read it."""
+    return {**trace.record, "nodes": [_encode_node(node) for node in trace.nodes]}
 
 
 def _is_run(record: object) -> TypeGuard[dict[str, Any]]:
@@ -124,14 +119,6 @@ def _is_episode(record: object) -> TypeGuard[dict[str, Any]]:
         return False
     # A run that failed early has no traces.
     return _is_run(record["traces"][0]) if record["traces"] else isinstance(record.get("task"), dict)
-
-
-def _nodes(records: list[object]) -> tuple[TraceNode, ...]:
-    nodes = []
-    for i, record in enumerate(records):
-        with placed(f"nodes[{i}]"):
-            nodes.append(decode_node(record))
-    return tuple(nodes)
 
 
 def _task_id(record: Mapping[str, Any], episode: Mapping[str, Any]) -> TaskId:
@@ -169,36 +156,26 @@ def _object(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 _ARRAYS = ("token_ids", "mask", "logprobs", "advantages")
 
 
-def decode_node(record: object) -> TraceNode:
-    """Decode a node; fields that Treering does not use stay in its record.
-
-    Raises:
-        InputError: a field is bad; the message has its name, value and rule.
-
-    Example: `decode_node({"parent": 0, "sampled": True, "token_ids": [3, 4], "mask": [False, True], "logprobs":
-    [-0.5]}).mask` is `[False, True]`.
-    """
-    if not isinstance(record, dict):
-        raise InputError(f"a node is a JSON object, got {show(record)}; repair it")
-    logprobs, advantages = decode_floats(record, "logprobs"), decode_floats(record, "advantages")
-    return TraceNode(
-        parent=integer_field(record, "parent"),
-        token_ids=token_ids(record.get("token_ids", []), "token_ids"),
-        mask=_mask(record.get("mask", [])),
-        sampled=flag(record, "sampled", default=False),
-        # verifiers writes an empty list if none were recorded.
-        logprobs=None if logprobs is None or logprobs.size == 0 else logprobs,
-        advantages=advantages,
-        semantic_parents=_semantic_parents(record),
-        record={key: None if key in _ARRAYS else value for key, value in record.items()},
-    )
+def _node(record: object, where: str) -> TraceNode:
+    """Decode a node; fields that Treering does not use stay in its record."""
+    with placed(where):
+        if not isinstance(record, dict):
+            raise InputError(f"a node is a JSON object, got {show(record)}; repair it")
+        logprobs, advantages = decode_floats(record, "logprobs"), decode_floats(record, "advantages")
+        return TraceNode(
+            parent=integer_field(record, "parent"),
+            token_ids=token_ids(record.get("token_ids", []), "token_ids"),
+            mask=_mask(record.get("mask", [])),
+            sampled=_flag(record, "sampled", default=False),
+            # verifiers writes an empty list if none were recorded.
+            logprobs=None if logprobs is None or logprobs.size == 0 else logprobs,
+            advantages=advantages,
+            semantic_parents=_semantic_parents(record),
+            record={key: None if key in _ARRAYS else value for key, value in record.items()},
+        )
 
 
-def encode_node(node: TraceNode) -> dict[str, Any]:
-    """Return the JSON value of a node, as `decode_node` read it; numbers keep all digits.
-
-    Example: `encode_node(decode_node(value))` equals `value`.
-    """
+def _encode_node(node: TraceNode) -> dict[str, Any]:
     values = {
         "token_ids": node.token_ids.tolist(),
         "mask": node.mask.tolist(),
@@ -208,12 +185,7 @@ def encode_node(node: TraceNode) -> dict[str, Any]:
     return dict(node.record) | {key: value for key, value in values.items() if key in node.record or value}
 
 
-def flag(record: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """Return a field that is true or false; the default if it is null or absent.
-
-    Raises:
-        InputError: the field has another value.
-    """
+def _flag(record: Mapping[str, Any], key: str, *, default: bool) -> bool:
     value = record.get(key)
     if value is not None and not isinstance(value, bool):
         raise InputError(f"{key} must be true or false, got {show(value)}; correct it")
@@ -360,13 +332,10 @@ _IDS = ("prompt_ids", "completion_ids", "completion_logprobs")
 
 
 def decode_verifiers(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """Decode the traces of a line, or the rollout of a row, as token ids if its `trajectory` has them.
-
-    Example: `{"example_id": 0, "prompt": [...], "completion": [...], "reward": 1.0}` is a trial of task 0.
-    """
+    """Decode the traces of a line, or the rollout of a row, as token ids if its `trajectory` has them."""
     if looks_like_trace(record):
         traces = decode_traces(record)
-        note.tally(TraceTally).add(traces)
+        note.tallies.setdefault(TraceTally, TraceTally()).add(traces)
         return [trajectory for trace in traces for trajectory in trace.trajectories()]
     return ids_or_text(record, note, _decode_row)
 
@@ -376,8 +345,12 @@ def _decode_row(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     if is_blank(record.get("completion")):
         note(NO_ANSWER)
         return []
-    calls = _token_calls(record.get("trajectory"))
-    text_format, prompt, completion = prompt_and_completion(_with_parsed_calls(record))
+    steps = record.get("trajectory")
+    given = steps if isinstance(steps, list) else []
+    recorded = [step.get("tokens") if isinstance(step, dict) else None for step in given]
+    calls = token_calls(recorded, _IDS, lambda i: f"trajectory[{i}].tokens")
+    chats = {key: _parsed_calls(record.get(key), key) for key in ("prompt", "completion")}
+    text_format, prompt, completion = prompt_and_completion({**record, **chats})
     messages = (*prompt, *completion)
     known: dict[str, Any] = {
         "task_id": task_of(record, note, messages=messages),
@@ -390,16 +363,11 @@ def _decode_row(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
 
 def _tools(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    info = record.get("info")
-    for source in (record, info if isinstance(info, dict) else {}):
+    for source in (record, object_in(record, "info")):
         for key in _TOOLS:
             if not is_blank(source.get(key)):
                 return nested_tools(source[key], key)
     return ()
-
-
-def _with_parsed_calls(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**record, **{key: _parsed_calls(record.get(key), key) for key in ("prompt", "completion")}}
 
 
 def _parsed_calls(messages: object, key: str) -> object:
@@ -412,13 +380,6 @@ def _parsed_calls(messages: object, key: str) -> object:
             message = {**message, "tool_calls": [parsed(call, f"{key}[{i}].tool_calls") for call in calls]}
         found.append(message)
     return found
-
-
-def _token_calls(steps: object) -> list[TokenCall]:
-    tokens = (
-        [step.get("tokens") if isinstance(step, dict) else None for step in steps] if isinstance(steps, list) else []
-    )
-    return token_calls(tokens, _IDS, lambda i: f"trajectory[{i}].tokens")
 
 
 def _is_row(record: Mapping[str, Any], filled: Set[str]) -> bool:

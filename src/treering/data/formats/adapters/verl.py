@@ -21,10 +21,7 @@ STRIPPED = (
 
 
 def decode_verl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    r"""Decode the rollout of a row as raw text (format "raw").
-
-    Example: `{"input": "user\n2+2?\nassistant\n", "output": "4", "score": 1.0, "step": 1}` trains "4".
-    """
+    """Decode the rollout of a row as raw text (format "raw")."""
     check_readable(record)
     texts = {key: text_field(record, key) for key in ("input", "output")}
     if not texts["input"]:
