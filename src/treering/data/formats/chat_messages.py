@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from treering.data.formats.json_fields import array, filled, is_blank, parsed, show, text_field
+from treering.data.formats.json_fields import array, filled, is_blank, object_in, parsed, show, text_field
 from treering.data.formats.record_images import IMAGE_PART
 from treering.data.image import ImageSource, MessageImage
 from treering.data.trajectory import Message, ToolCall, valid_text
@@ -127,33 +127,30 @@ def _has_nan(value: object) -> bool:
 _STAMPS = ("id", "status", "type")
 
 
-def has_items(records: Iterable[object]) -> bool:
-    """Return whether any record is an item of the Responses API and not a chat message."""
-    return any(_kind(record) not in (None, "message") for record in records)
-
-
-def merge_items(records: Iterable[object], name: str) -> list[object]:
+def _merge_items(records: Iterable[object], name: str) -> list[object]:
     """Return chat messages, with consecutive reasoning, text and calls joined to one assistant message.
 
     A `message` item is a chat message. Records that are not items stay as they are.
-
-    Raises:
-        InputError: an item cannot be written as text.
 
     Example: a `reasoning` item and a `function_call` item become one message with `reasoning_content` and `tool_calls`.
     """
     messages: list[object] = []
     answer: dict[str, Any] | None = None
     for i, record in enumerate(records):
-        kind = _kind(record)
-        if kind is None or not isinstance(record, dict) or not _is_of_answer(kind, record):
+        kind, where = _kind(record), f"{name}[{i}]"
+        if kind is None or not isinstance(record, dict) or (kind == "message" and record["role"] != "assistant"):
+            messages.append(record)
             answer = None
-            messages.append(_output(record, f"{name}[{i}]") if kind == "function_call_output" else record)
-            continue
-        if answer is None or _begins_answer(answer, kind):
-            answer = {"role": "assistant", "content": None}
-            messages.append(answer)
-        _add_item(answer, kind, record, f"{name}[{i}]")
+        elif kind == "function_call_output":
+            if "output" not in record:
+                raise InputError(f"{where} is a function_call_output and needs output, got {', '.join(record)}; add it")
+            messages.append({"role": "tool", "tool_call_id": record.get("call_id"), "content": record["output"]})
+            answer = None
+        else:
+            if answer is None or _begins_answer(answer, kind):
+                answer = {"role": "assistant", "content": None}
+                messages.append(answer)
+            _add_item(answer, kind, record, where)
     return messages
 
 
@@ -164,10 +161,6 @@ def _kind(record: object) -> str | None:
     if kind in (None, "message"):
         return "message" if "role" in record else None
     return kind if isinstance(kind, str) and "role" not in record else None
-
-
-def _is_of_answer(kind: str, record: Mapping[str, Any]) -> bool:
-    return kind != "function_call_output" and (kind != "message" or record.get("role") == "assistant")
 
 
 def _begins_answer(answer: Mapping[str, Any], kind: str) -> bool:
@@ -212,23 +205,6 @@ def _thought(record: Mapping[str, Any], where: str) -> str:
     return "\n\n".join(known)
 
 
-def _output(record: object, where: str) -> Mapping[str, Any]:
-    assert isinstance(record, dict), "an item is an object"
-    if "output" not in record:
-        raise InputError(f"{where} is a function_call_output and needs output, got {', '.join(record)}; add it")
-    return {"role": "tool", "tool_call_id": record.get("call_id"), "content": record["output"]}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolResult:
-    """Result of a tool inside a message of parts."""
-
-    content: str
-    """Text of the result."""
-    tool_call_id: str | None
-    """The call that it answers."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Content:
     """Fields of a message that the parts of its content give."""
@@ -237,7 +213,8 @@ class Content:
     images: list[MessageImage] = field(default_factory=list)
     reasoning: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
-    results: list[ToolResult] = field(default_factory=list)
+    results: list[Message] = field(default_factory=list)
+    """Results of tools, as messages."""
 
 
 def decode_content(value: object, where: str) -> Content:
@@ -319,9 +296,8 @@ def _add_result(content: Content, part: Mapping[str, Any], where: str) -> None:
         )
     if inner.reasoning or inner.tool_calls or inner.results or inner.images:
         raise InputError(f"{where} is a tool's result and holds text only, got {show(part)}; remove the other parts")
-    content.results.append(
-        ToolResult(content=inner.text or "", tool_call_id=text_field(part, "tool_use_id", f"{where}.tool_use_id"))
-    )
+    call_id = text_field(part, "tool_use_id", f"{where}.tool_use_id")
+    content.results.append(Message(role="tool", content=inner.text or "", tool_call_id=call_id))
 
 
 def _required(part: Mapping[str, Any], keys: tuple[str, ...], where: str) -> str:
@@ -385,7 +361,7 @@ UNREADABLE = MappingProxyType(
 def decode_messages(value: object, name: str = "messages") -> tuple[Message, ...]:
     """Decode a list of messages; a content with tool results becomes one message of role "tool" per result.
 
-    The list may have items of OpenAI's Responses API, see `merge_items`.
+    The list may have items of OpenAI's Responses API, see `_merge_items`.
 
     Raises:
         InputError: a field is bad; the message has its index in the list.
@@ -393,8 +369,8 @@ def decode_messages(value: object, name: str = "messages") -> tuple[Message, ...
     Example: `[{"role": "assistant", "content": "No idea.", "weight": 0}]` is one message that is not trained.
     """
     records = array(name, value)
-    if has_items(records):
-        records = merge_items(records, name)
+    if any(_kind(record) not in (None, "message") for record in records):
+        records = _merge_items(records, name)
     return tuple(message for i, record in enumerate(records) for message in _decode(record, f"{name}[{i}]"))
 
 
@@ -441,8 +417,7 @@ def _decode(record: object, where: str) -> Iterator[Message]:
             raise InputError(f"{where}.{key} changes what is trained and cannot be read ({UNREADABLE[key]}); remove it")
     role = _role(record, where)
     content = decode_content(record.get("content"), f"{where}.content")
-    for result in content.results:
-        yield Message(role="tool", content=result.content, tool_call_id=result.tool_call_id)
+    yield from content.results
     calls = (*content.tool_calls, *_calls(record, where))
     text = content.text if content.text is not None else text_field(record, "refusal", f"{where}.refusal")
     if content.results and not (text or calls or content.images):
@@ -481,10 +456,8 @@ def _reasoning(record: Mapping[str, Any], content: Content, where: str) -> str |
     found = {key: text_field(record, key, f"{where}.{key}") for key in REASONING_KEYS if not is_blank(record.get(key))}
     if blocks := record.get("thinking_blocks"):
         found["thinking_blocks"] = decode_content(blocks, f"{where}.thinking_blocks").reasoning
-    provider = record.get("provider_specific_fields")
-    if isinstance(provider, dict):
-        name = f"{where}.provider_specific_fields"
-        found |= {key: text_field(provider, key, f"{name}.{key}") for key in REASONING_KEYS if provider.get(key)}
+    provider, name = object_in(record, "provider_specific_fields"), f"{where}.provider_specific_fields"
+    found |= {key: text_field(provider, key, f"{name}.{key}") for key in REASONING_KEYS if provider.get(key)}
     thought = text_field(record, "thought", f"{where}.thought")
     # SWE-agent repeats parts of the content in `thought`.
     if thought and thought.strip() not in (content.text or ""):

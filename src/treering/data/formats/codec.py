@@ -21,11 +21,9 @@ from treering.data.formats.json_fields import (
     show,
     text_field,
 )
-from treering.data.image import MessageImage
 from treering.data.trajectory import (
     Message,
     TaskId,
-    ToolCall,
     Trajectory,
     decode_episode,
     decode_rehearsed,
@@ -184,14 +182,11 @@ def first_prompt_id(messages: tuple[Message, ...] | None, tokens: TokenIds | Non
         return _digest(tokens[: num_prompt or None].astype("<i4").tobytes())
     roles = [message.role for message in messages]
     prompt = messages[: roles.index("assistant")] if "assistant" in roles else messages
-    images = b"".join(_image_digest(one) for message in prompt for one in message.images)
-    return _digest(json.dumps([(message.role, message.content) for message in prompt]).encode() + images)
-
-
-def _image_digest(image: MessageImage) -> bytes:
+    content = json.dumps([(message.role, message.content) for message in prompt]).encode()
     # Equal questions about two images are two tasks.
-    content = image.source.read()
-    return image.at.to_bytes(8, "little") + hashlib.blake2b(content, digest_size=16).digest()
+    for image in (image for message in prompt for image in message.images):
+        content += image.at.to_bytes(8, "little") + hashlib.blake2b(image.source.read(), digest_size=16).digest()
+    return _digest(content)
 
 
 def _digest(content: bytes) -> str:
@@ -208,9 +203,7 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
     """
     if trajectory.images or any(message.images for message in trajectory.messages or ()):
         raise InputError("a trajectory with images is not written to a file; keep the file that it was read from")
-    record: dict[str, Any] = {"task_id": trajectory.task_id, "format": trajectory.format}
-    for key in SCALARS:
-        record[key] = getattr(trajectory, key)
+    record: dict[str, Any] = {key: getattr(trajectory, key) for key in ("task_id", "format", *SCALARS)}
     if trajectory.messages is not None:
         record["messages"] = [_encode_message(message) for message in trajectory.messages]
     if trajectory.tools:
@@ -233,14 +226,15 @@ def _encode_message(message: Message) -> dict[str, Any]:
     }
     record.update((key, value) for key, value in named.items() if value is not None)
     if message.tool_calls:
-        record["tool_calls"] = [_encode_call(call) for call in message.tool_calls]
+        record["tool_calls"] = [
+            {
+                **({} if call.id is None else {"id": call.id}),
+                "name": call.name,
+                "arguments": call.arguments if isinstance(call.arguments, str) else dict(call.arguments),
+            }
+            for call in message.tool_calls
+        ]
     return record
-
-
-def _encode_call(call: ToolCall) -> dict[str, Any]:
-    arguments = call.arguments if isinstance(call.arguments, str) else dict(call.arguments)
-    record: dict[str, Any] = {"name": call.name, "arguments": arguments}
-    return record if call.id is None else {"id": call.id, **record}
 
 
 def _messages(record: Mapping[str, Any]) -> tuple[Message, ...]:

@@ -206,7 +206,11 @@ def decode_tokens(record: Mapping[str, Any]) -> TokenIds | None:
         if again != value:
             raise InputError(f"{key} and {other} both hold the token ids, and they differ; keep one of them")
     tokens = token_ids(value, key)
-    _check_padding(record)
+    mask = record.get("attention_mask")
+    if isinstance(mask, list) and 0 in mask:
+        raise InputError(
+            f"tokens hold no padding, and attention_mask is 0 at index {mask.index(0)}; cut the padding off"
+        )
     return tokens
 
 
@@ -324,11 +328,3 @@ def _mask_of_labels(value: object, tokens: TokenIds | None) -> LossMask:
                 "give labels that are not shifted"
             )
     return np.array([label != IGNORED_LABEL for label in labels], np.bool_)
-
-
-def _check_padding(record: Mapping[str, Any]) -> None:
-    mask = record.get("attention_mask")
-    if isinstance(mask, list) and 0 in mask:
-        raise InputError(
-            f"tokens hold no padding, and attention_mask is 0 at index {mask.index(0)}; cut the padding off"
-        )

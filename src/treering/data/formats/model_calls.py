@@ -3,7 +3,6 @@
 Recorded token ids are never rendered again.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,22 +136,16 @@ def ids_or_text(
     given = [key for key, value in record.items() if are_ids(key, value)]
     if not given:
         return decode(record, note)
-    prompt, sampled = (_named(given, pattern) for pattern in (PROMPT_IDS, SAMPLED_IDS))
+    prompt, sampled = (
+        [key for key in given if pattern.fullmatch(plain_key(key))] for pattern in (PROMPT_IDS, SAMPLED_IDS)
+    )
     others = [key for key in given if key not in (*prompt, *sampled)]
     if others or len(prompt) != 1 or len(sampled) != 1:
         raise InputError(
             f"token ids next to text are trained in place of it, as prompt_token_ids and completion_token_ids, got "
             f"{' and '.join(given)}; rename them, or remove the ids or the text"
         )
-    return _of_ids(record, note, decode, (prompt[0], sampled[0]))
-
-
-def _of_ids(
-    record: Mapping[str, Any],
-    note: Note,
-    decode: Callable[[Mapping[str, Any], Note], list[Trajectory]],
-    keys: tuple[str, str],
-) -> list[Trajectory]:
+    keys = (prompt[0], sampled[0])
     logprobs = [key for key, value in record.items() if are_logprobs(key, value)]
     if len(logprobs) > 1:
         raise InputError(f"{' and '.join(logprobs)} are log-probs of the same tokens; keep one of them")
@@ -185,10 +178,6 @@ def _check_messages(record: Mapping[str, Any]) -> None:
                     f"{name}[{i}].{ids[0]} would be lost, since messages are rendered; give the ids of the call in the "
                     "record, as prompt_token_ids and completion_token_ids, or remove them"
                 )
-
-
-def _named(keys: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
-    return [key for key in keys if pattern.fullmatch(plain_key(key))]
 
 
 def token_calls(records: Sequence[object], keys: tuple[str, str, str], where: Callable[[int], str]) -> list[TokenCall]:

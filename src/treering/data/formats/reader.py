@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from treering.data.formats.adapters import FORMATS
 from treering.data.formats.chat_messages import ROLES
 from treering.data.formats.containers import read_records
-from treering.data.formats.json_fields import is_blank, placed, show
+from treering.data.formats.json_fields import is_blank, object_in, placed, show
 from treering.data.formats.record_format import Note
 from treering.data.formats.record_images import with_images
 from treering.data.trajectory import Trajectory
@@ -84,8 +84,7 @@ def has_failed(record: Mapping[str, Any]) -> bool:
 
     Example: `{"messages": [...], "status": "timeout"}` has failed; `{"messages": [...], "reward": 0.0}` has not.
     """
-    inner = [record[key] for key in _INNER if isinstance(record.get(key), dict)]
-    return any(_is_failed(part) for part in (record, *inner))
+    return any(_is_failed(part) for part in (record, *(object_in(record, key) for key in _INNER)))
 
 
 def _is_failed(part: Mapping[str, Any]) -> bool:
@@ -105,17 +104,8 @@ def _words(text: str) -> str:
     return re.sub(r"[_\-.]+|(?<=[a-z])(?=[A-Z])", " ", text).lower()
 
 
-def has_cut_turn(record: Mapping[str, Any]) -> bool:
-    """Return whether a record, or a turn of the policy in it, was truncated by a token limit or filter.
-
-    Turns of other roles are ignored, because results of tools may be truncated too.
-
-    Example: `{"messages": [...], "finish_reason": "length"}` has one; a tool's message with "truncated" has none.
-    """
-    return any(_is_cut(part) for part in _parts(record))
-
-
 def _parts(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a record and the turns of the policy in it; results of tools may be truncated too."""
     yield part
     for key in _INNER:
         if isinstance(part.get(key), dict):
@@ -123,20 +113,17 @@ def _parts(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for key in _TURNS:
         turns = part.get(key)
         for turn in turns if isinstance(turns, list) else ():
-            if isinstance(turn, dict) and _may_be_policys(turn):
-                yield from _parts(turn)
-
-
-def _may_be_policys(turn: Mapping[str, Any]) -> bool:
-    role = turn.get("role", turn.get("from", turn.get("source")))
-    return role is None or role == "agent" or ROLES.get(str(role).strip().lower()) == "assistant"
+            if isinstance(turn, dict):
+                role = turn.get("role", turn.get("from", turn.get("source")))
+                if role in (None, "agent") or ROLES.get(str(role).strip().lower()) == "assistant":
+                    yield from _parts(turn)
 
 
 def _is_cut(part: Mapping[str, Any]) -> bool:
+    """Return whether a token limit or a filter truncated a turn."""
     if _CUT_KEYS.isdisjoint(part):
         return False
-    details = part.get("incomplete_details")
-    reasons = [part.get(key) for key in CUT_REASONS] + [details.get("reason") if isinstance(details, dict) else None]
+    reasons = [*(part.get(key) for key in CUT_REASONS), object_in(part, "incomplete_details").get("reason")]
     return (
         any(part.get(key) is True or part.get(key) == 1 for key in CUT_FLAGS)
         or any(isinstance(reason, str) and reason.lower() in _LIMITS for reason in reasons)
@@ -176,7 +163,7 @@ def detect(record: Mapping[str, Any]) -> FormatName:
 
     Example: `{"conversations": [...]}` is "sharegpt".
     """
-    filled_keys = _filled_keys(record)
+    filled_keys = {key for key, value in record.items() if not is_blank(value)}
     for sign, name in _SIGNS:
         if sign(record, filled_keys):
             return name
@@ -191,16 +178,7 @@ _SIGNS = [
 ]
 
 
-def _filled_keys(record: Mapping[str, Any]) -> set[str]:
-    return {key for key, value in record.items() if not is_blank(value)}
-
-
-def check_format(record: Mapping[str, Any], name: FormatName) -> None:
-    """Check that a record has the keys of a named format.
-
-    Raises:
-        InputError: keys are missing; the message has the record's keys and the missing ones.
-    """
+def _check_format(record: Mapping[str, Any], name: FormatName) -> None:
     groups = FORMATS[name].keys
     if FORMATS[name].has_traces(record) or any(record.keys() >= set(group) for group in groups):
         return
@@ -361,7 +339,7 @@ class RecordReader:
 
     def _format_of(self, record: Mapping[str, Any]) -> FormatName:
         if self._named is not None:
-            check_format(record, self._named)
+            _check_format(record, self._named)
             return self._named
         found = detect(record)
         # Chat records with and without a task share a decoder.
@@ -380,7 +358,7 @@ class RecordReader:
         if found and self._failed == "left_out" and has_failed(record):
             note(FAILED_RUN)
             return []
-        if has_cut_turn(record) and any(one.tokens is None for one in found):
+        if any(map(_is_cut, _parts(record))) and any(one.tokens is None for one in found):
             note(CUT_TURN)
             return [one for one in found if one.tokens is not None]
         return found

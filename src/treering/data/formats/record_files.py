@@ -18,10 +18,8 @@ from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError
 from treering.extras import require
 
-GZIP = b"\x1f\x8b"
-"""The first bytes of a gzip file."""
-ZSTD = b"\x28\xb5\x2f\xfd"
-"""The first bytes of a zstandard file."""
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+"""First bytes of compressed files."""
 
 
 class ReadPosition:
@@ -69,7 +67,12 @@ def write_lines(file: Path, lines: Iterable[bytes]) -> None:
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as stream:
-            _write(stream, lines, file.suffix)
+            if file.suffix == ".gz":
+                # With a fixed time stamp, equal trajectories have equal bytes.
+                with gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as compressed:
+                    compressed.writelines(lines)
+            else:
+                stream.writelines(lines)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, file)
@@ -99,15 +102,6 @@ def _line(trajectory: Trajectory) -> bytes:
     return json.dumps(encode(trajectory), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def _write(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
-    if suffix != ".gz":
-        stream.writelines(lines)
-        return
-    # With a fixed time stamp, equal trajectories have equal bytes.
-    with gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as compressed:
-        compressed.writelines(lines)
-
-
 def numbered_lines(file: Path, position: ReadPosition | None = None) -> Iterator[tuple[int, bytes]]:
     r"""Yield the lines of a file with their numbers from 1; blank lines are counted but not yielded.
 
@@ -118,7 +112,7 @@ def numbered_lines(file: Path, position: ReadPosition | None = None) -> Iterator
 
     Example: a file with the lines "a", "" and "b" yields (1, b"a\n") and (3, b"b\n").
     """
-    with _reading(file), open_file(file, position) as stream:
+    with _reading(file), _open_file(file, position) as stream:
         for number, line in enumerate(stream, start=1):
             content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if content.strip():
@@ -162,7 +156,7 @@ def content_parts(file: Path, position: ReadPosition | None = None) -> Iterator[
     Raises:
         InputError: as `numbered_lines`.
     """
-    with _reading(file), open_file(file, position) as stream:
+    with _reading(file), _open_file(file, position) as stream:
         part = stream.read(_PART_BYTES).removeprefix(codecs.BOM_UTF8)
         while part:
             yield part
@@ -196,31 +190,18 @@ def _reading(file: Path) -> Iterator[None]:
         raise InputError(f"{file}: cannot be read ({error.strerror or error}); {fix}") from error
 
 
-def open_file(file: Path, position: ReadPosition | None = None) -> BinaryIO:
-    """Open a file; decompress it if its content is zstandard, or its content or name is gzip.
-
-    Args:
-        file: file to open.
-        position: counts the bytes that are read.
-
-    Raises:
-        InputError: the file cannot be read or is not a regular file.
-        MissingExtraError: the file is zstandard, and pyarrow is missing.
-    """
-    head = first_bytes(file, len(ZSTD))
+def _open_file(file: Path, position: ReadPosition | None = None) -> BinaryIO:
+    """Open a file; decompress it if its content is zstandard, or its content or name is gzip."""
+    head = first_bytes(file, len(_ZSTD))
     stored: Any = io.BufferedReader(_CountedFile(file, position or ReadPosition()), 1 << 16)
-    if head == ZSTD:
-        return _zstd_stream(file, stored)
-    if not head.startswith(GZIP) and file.suffix != ".gz":
+    if head == _ZSTD:
+        require(f"{file.name}, compressed by zstandard,", "pyarrow")
+        import pyarrow
+
+        return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd"), 1 << 16))
+    if not head.startswith(_GZIP) and file.suffix != ".gz":
         return cast(BinaryIO, stored)
     stream: Any = gzip.GzipFile(fileobj=stored, mode="rb")
     # `GzipFile.close` closes this stream.
     stream.myfileobj = stored
     return cast(BinaryIO, stream)
-
-
-def _zstd_stream(file: Path, stored: BinaryIO) -> BinaryIO:
-    require(f"{file.name}, compressed by zstandard,", "pyarrow")
-    import pyarrow
-
-    return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd"), 1 << 16))
