@@ -97,9 +97,10 @@ class AgentTrace:
     """JSON value of the trace's episode, without its traces; all traces of an episode share the object."""
 
     def __post_init__(self) -> None:
-        check_tree(self.nodes)
+        _check_tree(self.nodes)
         for path in self.paths():
-            check_path(self.nodes, path)
+            _check_tokens(self.nodes, path)
+            _check_logprobs(self.nodes, path)
         if self.reward is not None and not math.isfinite(self.reward):
             raise InputError(f"the weighted rewards add up to {self.reward}, which is not finite; repair the scores")
         for name in ("step", "version"):
@@ -133,7 +134,23 @@ class AgentTrace:
         Example: nodes with the tokens [1, 2] and, sampled, [3, 4] with the mask [False, True] give the tokens
         [1, 2, 3, 4], of which the last is trained.
         """
-        return [self._trajectory([self.nodes[i] for i in path]) for path in self.paths()]
+        found = []
+        for path in self.paths():
+            nodes = [self.nodes[i] for i in path]
+            mask = np.concatenate([node.mask for node in nodes])
+            found.append(
+                Trajectory(
+                    task_id=self.task_id,
+                    tokens=np.concatenate([node.token_ids for node in nodes]),
+                    loss_mask=mask,
+                    logprobs=_spread(mask, [(node, node.logprobs) for node in nodes]),
+                    advantages=_spread(mask, [(node, node.advantages) for node in nodes]),
+                    reward=self.reward,
+                    step=self.step,
+                    version=self.version,
+                )
+            )
+        return found
 
     def with_advantages(self, advantages: Iterable[float | npt.ArrayLike]) -> "AgentTrace":
         """Return a copy of the trace with advantages in its nodes.
@@ -182,24 +199,11 @@ class AgentTrace:
         is_attempt = any(kind == "compaction_attempt" for _, kind in self.nodes[path[-1]].semantic_parents)
         if is_attempt and not is_accepted:
             return "rejected compaction"
-        # A model message without token ids counts as sampled, so that `check_path` refuses it.
+        # A model message without token ids counts as sampled, so that `_check_tokens` refuses it.
         is_sampled = any(
             node.mask.any() or (node.sampled and not node.token_ids.size) for node in (self.nodes[i] for i in path)
         )
         return None if is_sampled else "nothing sampled"
-
-    def _trajectory(self, nodes: list[TraceNode]) -> Trajectory:
-        mask = np.concatenate([node.mask for node in nodes])
-        return Trajectory(
-            task_id=self.task_id,
-            tokens=np.concatenate([node.token_ids for node in nodes]),
-            loss_mask=mask,
-            logprobs=_spread(mask, [(node, node.logprobs) for node in nodes]),
-            advantages=_spread(mask, [(node, node.advantages) for node in nodes]),
-            reward=self.reward,
-            step=self.step,
-            version=self.version,
-        )
 
     def _by_node(self, path: tuple[int, ...], values: float | npt.ArrayLike, name: str) -> Iterable[tuple[int, Floats]]:
         num_tokens = sum(self.nodes[i].token_ids.size for i in path)
@@ -239,12 +243,8 @@ def path_to(nodes: tuple[TraceNode, ...], leaf: int) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
-def check_tree(nodes: tuple[TraceNode, ...]) -> None:
-    """Check that parents are nodes of the trace and do not form a cycle.
-
-    Raises:
-        InputError: a bad parent; the message names the node.
-    """
+def _check_tree(nodes: tuple[TraceNode, ...]) -> None:
+    """Check that parents are nodes of the trace and do not form a cycle."""
     for i, node in enumerate(nodes):
         parent = () if node.parent is None else ((node.parent, "parent"),)
         for other, name in (*parent, *((other, "semantic_parents") for other, _ in node.semantic_parents)):
@@ -260,16 +260,6 @@ def check_tree(nodes: tuple[TraceNode, ...]) -> None:
             trail[at] = None
             at = nodes[at].parent
         rooted.update(trail)
-
-
-def check_path(nodes: tuple[TraceNode, ...], path: tuple[int, ...]) -> None:
-    """Check that a path has the token ids of every message, and log-probs in all sampled nodes or in none.
-
-    Raises:
-        InputError: something is missing; the message names the node.
-    """
-    _check_tokens(nodes, path)
-    _check_logprobs(nodes, path)
 
 
 def _check_tokens(nodes: tuple[TraceNode, ...], path: tuple[int, ...]) -> None:

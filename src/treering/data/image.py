@@ -167,7 +167,7 @@ class ImageSource:
             InputError: there are no bytes or more than `MAX_BYTES`, or the file is missing, not regular or outside the
                 folder.
         """
-        content = self._of_file() if self.content is None else bytes(self.content)
+        content = self._read_file() if self.content is None else bytes(self.content)
         if not content:
             raise self.refusal("an image is empty; remove its record or repair it")
         if len(content) > MAX_BYTES:
@@ -179,7 +179,7 @@ class ImageSource:
         name = "" if self.file is None else f"{self.file}: "
         return InputError(f"{self.where}: {name}{rule}" if self.where else f"{name}{rule}")
 
-    def _of_file(self) -> bytes:
+    def _read_file(self) -> bytes:
         path = self._path()
         try:
             # Opening a pipe would wait for its writer.
@@ -233,7 +233,15 @@ def named_source(name: str, folder: Path, where: str) -> ImageSource:
     """
     scheme = name.partition(":")[0].lower()
     if scheme == "data":
-        return ImageSource(content=_of_uri(name, where), where=where)
+        head, comma, body = name.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise InputError(
+                f"{where}: an image as a data URI is data:image/png;base64,..., got {name[:40]!r}; write its bytes in "
+                "base64"
+            )
+        if not head[len("data:") :].lower().startswith(("image", ";")):
+            raise InputError(f"{where}: an image's data URI begins with data:image, got {head[:40]!r}; correct it")
+        return base64_source(body, where)
     if scheme == "file":
         parts = urlsplit(name)
         if parts.netloc not in ("", "localhost"):
@@ -264,20 +272,6 @@ def base64_source(text: str, where: str) -> ImageSource:
     return ImageSource(content=content, where=where)
 
 
-def _of_uri(uri: str, where: str) -> bytes:
-    head, comma, body = uri.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise InputError(
-            f"{where}: an image as a data URI is data:image/png;base64,..., got {uri[:40]!r}; write its bytes in base64"
-        )
-    kind = head[len("data:") :].lower()
-    if not kind.startswith(("image", ";")):
-        raise InputError(f"{where}: an image's data URI begins with data:image, got {head[:40]!r}; correct it")
-    content = base64_source(body, where).content
-    assert isinstance(content, bytes), "base64 gives bytes"
-    return content
-
-
 OpenImage = Callable[["StoredImage"], NDArray[np.float32]]
 """Computes the pixel values of a stored image."""
 
@@ -300,15 +294,9 @@ class StoredImage(ImageData):
         num_tokens: int,
         digest: bytes,
     ) -> None:
-        """Describe an image that was decoded before.
+        """Describe an image that was decoded before; `open_image` computes the values from the encoded `source`.
 
-        Args:
-            source: encoded bytes.
-            open_image: computes the values.
-            size: width and height of the file in pixels, upright.
-            grid: see `ImageData`.
-            num_tokens: see `ImageData`.
-            digest: digest of the values.
+        `size` is width and height of the file in pixels, upright. The others are as in `ImageData`.
         """
         facts = {"source": source, "_open": open_image, "size": size}
         for name, value in {**facts, "grid": grid, "num_tokens": num_tokens, "digest": digest}.items():

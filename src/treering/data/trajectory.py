@@ -327,7 +327,11 @@ def _check_source(trajectory: Trajectory) -> None:
     if trajectory.format != RAW_FORMAT:
         for i, message in enumerate(messages):
             _check_not_empty(message, f"messages[{i}]")
-            _check_no_assistant_image(message, f"messages[{i}]")
+            if message.images and message.role == "assistant":
+                raise InputError(
+                    f"messages[{i}] of the assistant has an image, and models are trained to write text; give it to "
+                    "another role, or remove it"
+                )
     elif any(message.tool_calls or message.reasoning for message in messages):
         raise InputError('format "raw" joins contents and cannot hold tool_calls or reasoning; use format "chat"')
     elif any(message.images for message in messages):
@@ -339,14 +343,6 @@ def _check_source(trajectory: Trajectory) -> None:
     for name in (*_PER_TOKEN, "routed_experts"):
         if getattr(trajectory, name) is not None:
             raise InputError(f"{name} has one entry per token and messages were given; give tokens instead of messages")
-
-
-def _check_no_assistant_image(message: Message, where: str) -> None:
-    if message.images and message.role == "assistant":
-        raise InputError(
-            f"{where} of the assistant has an image, and models are trained to write text; give it to another role, "
-            "or remove it"
-        )
 
 
 def _check_not_empty(message: Message, where: str) -> None:
@@ -388,9 +384,7 @@ def _check_arrays(trajectory: Trajectory) -> None:
         values = getattr(trajectory, name)
         if values is not None and values.shape != tokens.shape:
             raise InputError(f"{name} has one entry per token, got {values.size} for {tokens.size}; align them")
-    for name in ("logprobs", "advantages"):
-        values = getattr(trajectory, name)
-        if values is not None and not np.isfinite(values).all():
+        if values is not None and name != "loss_mask" and not np.isfinite(values).all():
             raise InputError(
                 f"{name} must be finite numbers, got NaN or infinity; use 0.0 where a token is not trained"
             )
@@ -401,55 +395,42 @@ def _check_arrays(trajectory: Trajectory) -> None:
         )
     if trajectory.advantage is not None and trajectory.advantages is not None:
         raise InputError("a trajectory has one advantage or one per token, got both; drop advantage or advantages")
-    _check_images(trajectory, tokens)
-    if trajectory.images and trajectory.routed_experts is not None:
-        raise InputError("routed_experts are replayed for text, and the trajectory has images; drop routed_experts")
-
-
-def _check_images(trajectory: Trajectory, tokens: TokenIds) -> None:
     check_image_positions(trajectory.images, tokens)
-    mask = trajectory.loss_mask
     for number, one in enumerate(trajectory.images):
-        if mask is None or mask[one.start : one.stop].any():
+        if trajectory.loss_mask is None or trajectory.loss_mask[one.start : one.stop].any():
             raise InputError(
                 f"tokens {one.start} to {one.stop - 1} are image {number}, and the loss would train them: a model is "
                 "never trained to write images; give a loss_mask that is False there"
             )
+    if trajectory.images and trajectory.routed_experts is not None:
+        raise InputError("routed_experts are replayed for text, and the trajectory has images; drop routed_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RenderedTrajectory:
     """A trajectory as tokens, ready for merging and training.
 
+    Fields that a `Trajectory` has too mean the same here.
+
     Example: tokens `[5, 6, 7, 8]` with mask `[0, 0, 1, 1]` have `num_prompt_tokens` 2 and `turn_ends` `[4]`.
     """
 
     task_id: TaskId
-    """Id of the task."""
     tokens: TokenIds
     """int32 [T], T >= 1."""
     loss_mask: LossMask
-    """bool [T], True for trained tokens."""
     turn_ends: npt.NDArray[np.int32]
     """int32 [turns], ascending: index after the last trained token of each assistant turn."""
     index: int = 0
     """Index of the source trajectory among those rendered together; a rewritten chat has several rendered ones."""
     reward: float | None = None
-    """Reward of the whole rollout; None if unknown."""
     advantage: float | None = None
-    """Advantage of the whole rollout; None if unknown."""
     epoch: int | None = None
-    """Pass over the data in which the rollout was sampled; None if unknown."""
     step: int | None = None
-    """Optimizer step for which the rollout was sampled; None if unknown."""
     advantages: npt.NDArray[np.float64] | None = None
-    """float64 [T], per-token advantages; None if unknown."""
     logprobs: npt.NDArray[np.float64] | None = None
-    """float64 [T], log-probs under the behaviour policy; None if unknown."""
     images: tuple[PlacedImage, ...] = ()
-    """Images in order, at the model's image tokens."""
     routed_experts: npt.NDArray[np.int16] | None = None
-    """int16 [T, layers, experts per token], replayed in training; None if the model chooses."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"

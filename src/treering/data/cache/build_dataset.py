@@ -21,7 +21,7 @@ from treering.data.formats.containers import read_records, source_files
 from treering.data.formats.reader import FailedRuns, FormatName, RecordReader
 from treering.data.formats.record_files import ReadPosition
 from treering.data.rendering.renderer import RenderCounts, Renderer
-from treering.data.trajectory import Message, RenderedTrajectory, Trajectory
+from treering.data.trajectory import RenderedTrajectory, Trajectory
 from treering.errors import DataWarning, InputError, StateError, plural
 from treering.types import TokenIds
 
@@ -106,17 +106,7 @@ def num_workers_here() -> int:
 
 
 def render_parts(renderer: Renderer, parts: Iterable[_Part], num_workers: int) -> Iterator[_Rendered]:
-    """Yield each part with its rows, in order, with any number of workers.
-
-    Args:
-        renderer: renders the parts, or gives the workers its settings; its counts include theirs.
-        parts: index of the first trajectory, and the trajectories.
-        num_workers: number of processes; below 2, this process renders.
-
-    Raises:
-        InputError, ConfigError, MissingExtraError: as `Renderer.render_batch`.
-        StateError: a worker was killed.
-    """
+    """Yield each part with its rows, in order; with fewer than 2 workers, this process renders."""
     if num_workers < 2:
         for first, part in parts:
             yield part, renderer.render_batch(part, first)
@@ -337,42 +327,35 @@ def _parts(
     position, num_bytes, reported = ReadPosition(), _num_bytes(path), time.monotonic()
     part: list[Trajectory] = []
     size = 0
-    for num_records, found in enumerate(_decoded(path, reader, options, position), start=1):
-        part += found
-        size += sum(map(_size, found))
-        if size >= PART_SIZE:
-            yield part
-            part, size = [], 0
-        if on_progress is not None and time.monotonic() - reported > _REPORT_EVERY_S:
-            reported = time.monotonic()
-            on_progress(BuildProgress(num_records=num_records, num_read=position.num_read, num_bytes=num_bytes))
-    if part:
-        yield part
-
-
-def _decoded(
-    path: Path, reader: RecordReader, options: ReadOptions, position: ReadPosition
-) -> Iterator[list[Trajectory]]:
+    records = read_records(path, may_be_torn=options.may_be_torn, position=position)
     try:
-        for where, record in read_records(path, may_be_torn=options.may_be_torn, position=position):
-            yield reader.decode(where, record)
+        for num_records, (where, record) in enumerate(records, start=1):
+            found = reader.decode(where, record)
+            part += found
+            size += sum(map(_size, found))
+            if size >= PART_SIZE:
+                yield part
+                part, size = [], 0
+            if on_progress is not None and time.monotonic() - reported > _REPORT_EVERY_S:
+                reported = time.monotonic()
+                on_progress(BuildProgress(num_records=num_records, num_read=position.num_read, num_bytes=num_bytes))
     except InputError:
         reader.forget()
         raise
+    if part:
+        yield part
 
 
 def _size(trajectory: Trajectory) -> int:
     if trajectory.messages is None:
         assert trajectory.tokens is not None, "a trajectory has messages or tokens"
         return _RECORD_SIZE + int(trajectory.tokens.size)
-    texts = sum(_num_characters(message) for message in trajectory.messages)
-    images = sum(len(one.source.content or b"") for message in trajectory.messages for one in message.images)
-    return _RECORD_SIZE + texts + images
-
-
-def _num_characters(message: Message) -> int:
-    calls = sum(len(call.arguments_text) for call in message.tool_calls)
-    return len(message.content or "") + len(message.reasoning or "") + calls
+    size = _RECORD_SIZE
+    for message in trajectory.messages:
+        size += len(message.content or "") + len(message.reasoning or "")
+        size += sum(len(call.arguments_text) for call in message.tool_calls)
+        size += sum(len(image.source.content or b"") for image in message.images)
+    return size
 
 
 def _num_bytes(path: Path) -> int:

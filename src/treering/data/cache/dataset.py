@@ -95,8 +95,12 @@ class ArrayWriter:
 
     def add(self, rows: Sequence[RenderedTrajectory]) -> None:
         """Append rows."""
+
+        def add_content(content: bytes) -> None:
+            self._add(CONTENTS, np.frombuffer(content, np.uint8))
+
         for one in rows:
-            numbers = [self._images.number_of(placed.image, self._add_content) for placed in one.images]
+            numbers = [self._images.number_of(placed.image, add_content) for placed in one.images]
             starts = [placed.start for placed in one.images]
             values = {"image_starts": np.array(starts), "image_numbers": np.array(numbers)}
             for name in FLAT:
@@ -107,9 +111,6 @@ class ArrayWriter:
     def image_files(self) -> dict[str, str]:
         """SHA-256 of each local image file, by its name in the records."""
         return self._images.files
-
-    def _add_content(self, content: bytes) -> None:
-        self._add(CONTENTS, np.frombuffer(content, np.uint8))
 
     def _add(self, name: str, values: npt.NDArray[Any] | None) -> None:
         if values is not None:
@@ -227,9 +228,16 @@ class DatasetFacts:
         form = self.form
         if form is not None and self.tokenizer is not None and tokenizer is not None:
             form = form.replace(self.tokenizer, tokenizer)
-        warnings = tuple(_renamed(text, self.source, source) for text in self.warnings)
-        notes = tuple(self.notes)
-        return replace(self, source=source, tokenizer=tokenizer, form=form, warnings=warnings, notes=notes)
+        # A warning begins with the path, or with a file in it.
+        old = self.source
+        warnings = (
+            source + text.removeprefix(old) if text.startswith((f"{old}:", f"{old}/")) else text
+            for text in self.warnings
+        )
+        # The cache stores lists.
+        return replace(
+            self, source=source, tokenizer=tokenizer, form=form, warnings=tuple(warnings), notes=tuple(self.notes)
+        )
 
 
 class TokenDataset:
@@ -420,23 +428,14 @@ def _images(folder: Path, open_image: OpenImage | None) -> tuple[StoredImage, ..
             source=ImageSource(content=contents[start:stop].data, where=f"image {number}"),
             open_image=open_image,
             size=(int(record["size"][0]), int(record["size"][1])),
-            grid=None if record["grid"][0] < 0 else _triple(record["grid"]),
+            grid=None if grid[0] < 0 else (grid[0], grid[1], grid[2]),
             num_tokens=int(record["num_tokens"]),
             digest=record["digest"].tobytes(),
         )
-        for number, (record, start, stop) in enumerate(zip(records, [0, *ends[:-1]], ends, strict=True))
+        for number, (record, grid, start, stop) in enumerate(
+            zip(records, records["grid"].tolist(), [0, *ends[:-1]], ends, strict=True)
+        )
     )
-
-
-def _triple(grid: npt.NDArray[np.int64]) -> tuple[int, int, int]:
-    time, height, width = (int(count) for count in grid)
-    return time, height, width
-
-
-def _renamed(text: str, old: str, new: str) -> str:
-    """Replace the path `old`, or a file in it, at the beginning of a sentence."""
-    is_of = text.startswith((f"{old}:", f"{old}/"))
-    return new + text.removeprefix(old) if is_of else text
 
 
 def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

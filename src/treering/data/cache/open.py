@@ -44,19 +44,15 @@ def cache_key(path: Path, renderer: Renderer, options: Mapping[str, Any]) -> str
     The contents are read, because time stamps can lie. The key also covers the code of `treering.data` and the versions
     of the packages that render.
 
-    Args:
-        path: the file or folder.
-        renderer: gives tokenizer, template and date.
-        options: how the records are read; JSON values.
-
     Raises:
         OSError: a file cannot be read.
 
     Example: a copy of a file under another name with the same ending has the same key.
     """
+    versions = versions_of(_PACKAGES)
     facts = {
         "version": CACHE_VERSION,
-        "code": _code(),
+        "code": [code_digest(_CODE), np.__version__, *(versions.get(package, "") for package in _PACKAGES)],
         "contents": [[_name(each, path), _digest(each)] for each in source_files(path)],
         # A missing part causes a warning or an error.
         "missing": missing_parts(path),
@@ -88,12 +84,6 @@ def _tokenizer(renderer: Renderer) -> dict[str, Any]:
 def code_digest(folder: Path) -> str:
     """Return the SHA-256 of the code in a folder, for caches that depend on it."""
     return _digest_of(sorted(folder.rglob("*.py")))
-
-
-@cache
-def _code() -> list[str]:
-    found = versions_of(_PACKAGES)
-    return [code_digest(_CODE), np.__version__, *(found.get(package, "") for package in _PACKAGES)]
 
 
 def _digest(file: Path) -> str:
@@ -187,7 +177,11 @@ def open_built(
     dataset = None if target is None else _kept(target, file, renderer)
     if dataset is None:
         dataset = _in_passing(renderer, checked) if target is None else _built(target, file, renderer, checked)
-    return _with_warnings(dataset, file, renderer)
+    # Facts from the cache have the paths of the call that built it.
+    dataset.facts = dataset.facts.named(str(file), None if renderer.tokenizer is None else str(renderer.tokenizer))
+    for warning in dataset.facts.warnings:
+        warnings.warn(warning, DataWarning, stacklevel=3)
+    return dataset
 
 
 @contextmanager
@@ -276,12 +270,3 @@ def _in_passing(renderer: Renderer, make: Callable[[Path], DatasetFacts]) -> Tok
             f"tokens are kept in the folder of temporary files while they are used, and it cannot be written "
             f"({error.strerror or error}); free some space, or name another folder by TMPDIR"
         ) from error
-
-
-def _with_warnings(dataset: TokenDataset, file: Path, renderer: Renderer) -> TokenDataset:
-    """Give the dataset's warnings and return it, with the paths of this call in all sentences."""
-    named = dataset.facts.named(str(file), None if renderer.tokenizer is None else str(renderer.tokenizer))
-    for warning in named.warnings:
-        warnings.warn(warning, DataWarning, stacklevel=4)
-    dataset.facts = named
-    return dataset

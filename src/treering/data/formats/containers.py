@@ -39,8 +39,6 @@ def document_records(
 
     Raises:
         InputError: the JSON is broken, as "FILE:LINE: rule, value, fix"; earlier records have been yielded.
-
-    Example: a file with `[{"a": 1}, {"a": 2}]` yields ("FILE: record 1", {"a": 1}) and ("FILE: record 2", {"a": 2}).
     """
     try:
         if next((part.lstrip()[:1] for part in content_parts(path) if part.strip()), b"") != b"[":
@@ -50,7 +48,12 @@ def document_records(
         for number, record in enumerate(_elements(text), start=1):
             yield f"{path}: record {number}", record
     except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: {_as_message(error)}") from error
+        rule = f"a JSON document holds one record or an array of them ({error.msg}, column {error.colno}); repair it"
+        if error.msg == "Extra data":
+            rule = (
+                "a file is one JSON document or one JSON object per line, got another value here; jq -c . writes lines"
+            )
+        raise InputError(f"{path}:{error.lineno}: {rule}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a JSON document must be UTF-8, got {error}; convert the file") from error
     except (ValueError, RecursionError) as error:
@@ -137,12 +140,6 @@ def _elements(text: _Text) -> Iterator[object]:
         text.skip()
     if text.peek():
         raise text.error("Extra data")
-
-
-def _as_message(error: json.JSONDecodeError) -> str:
-    if error.msg == "Extra data":
-        return "a file is one JSON document or one JSON object per line, got another value here; jq -c . writes lines"
-    return f"a JSON document holds one record or an array of them ({error.msg}, column {error.colno}); repair it"
 
 
 _UNREAD = MappingProxyType(
@@ -242,21 +239,17 @@ def _file_records(
     first = next(numbered_lines(path), None)
     if first is None:
         return iter(())
-    if _is_object(first[1].strip(), path):
+    # An object over several lines; a line of JSON Lines that was cut is longer than "{".
+    text, name = first[1].strip(), path.name.lower().removesuffix(".gz").removesuffix(".zst")
+    if text == b"{" or (name.endswith((".json", ".traj")) and not is_json(text)):
         return document_records(path, parse_float, position)
-    _check_no_csv(path, first[1])
+    if (name.endswith((".csv", ".tsv")) or _HEADER.fullmatch(text)) and not is_json(text):
+        raise InputError(
+            f"{path}: this is a table as text, in which lists and numbers have no certain format; convert it to JSON "
+            f"Lines, such as by pandas.read_csv({path.name!r}).to_json('set.jsonl', orient='records', lines=True)"
+        )
     lines = whole_lines(path, position) if may_be_torn else numbered_lines(path, position)
     return _line_records(path, lines, parse_float)
-
-
-def _check_no_csv(path: Path, line: bytes) -> None:
-    is_likely = _name(path).endswith((".csv", ".tsv")) or _HEADER.fullmatch(line.strip())
-    if not is_likely or is_json(line.strip()):
-        return
-    raise InputError(
-        f"{path}: this is a table as text, in which lists and numbers have no certain format; convert it to JSON "
-        f"Lines, such as by pandas.read_csv({path.name!r}).to_json('set.jsonl', orient='records', lines=True)"
-    )
 
 
 def _line_records(
@@ -271,16 +264,6 @@ def _line_records(
         except (ValueError, RecursionError, OverflowError) as error:
             raise InputError(f"{where}: a line must be one JSON object ({error}); repair the line") from error
         yield where, record
-
-
-def _is_object(text: bytes, path: Path) -> bool:
-    # The first line of an object over several lines; a line of JSON Lines that was cut is longer than "{".
-    return text == b"{" or (_name(path).endswith((".json", ".traj")) and not is_json(text))
-
-
-def _name(path: Path) -> str:
-    """Return the name of a file in lower case, without the suffix of its compression."""
-    return path.name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
 def did_you_mean(missing: Iterable[Path]) -> str:

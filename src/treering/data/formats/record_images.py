@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from treering.data.formats.json_fields import is_blank, show
 from treering.data.image import ImageSource, base64_source, named_source
@@ -89,11 +89,12 @@ def with_images(record: Mapping[str, Any], folder: Path, where: str, note: Calla
 
 def _with_tags(message: object) -> object:
     """Return the message with a part for each tag in its text, between parts for the text around it."""
-    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(message, dict):
+        return message
+    content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     if not any(TAG in _text_of(part) for part in parts):
         return message
-    assert isinstance(message, dict), "it has a content"
     return {**message, "content": [piece for part in parts for piece in _pieces(part)]}
 
 
@@ -110,12 +111,6 @@ def _text_of(part: object) -> str:
     if isinstance(part, dict) and part.get("type", "text") in _TEXTS:
         part = part.get("text")
     return part if isinstance(part, str) else ""
-
-
-def _contents(messages: Mapping[str, Sequence[Any]]) -> Iterator[object]:
-    for one in (one for given in messages.values() for one in given if isinstance(one, dict)):
-        content = one.get("content")
-        yield from content if isinstance(content, list) else [content]
 
 
 def _check_other_tags(messages: Mapping[str, Sequence[Any]], where: str) -> None:
@@ -138,7 +133,9 @@ def _texts_in(value: object) -> Iterator[str]:
 
 
 def _check_placeholders(messages: Mapping[str, Sequence[Any]], num_sources: int, where: str) -> None:
-    num_placeholders = sum(_is_image(part) and not _values_of(part) for part in _contents(messages))
+    contents = [one.get("content") for given in messages.values() for one in given if isinstance(one, dict)]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    num_placeholders = sum(_is_image(part) and not _values_of(part) for part in parts)
     if num_placeholders != num_sources:
         raise InputError(
             f'{where}: each image needs one placeholder in the chat, a tag {TAG} or a part {{"type": "image"}}, got '
@@ -178,23 +175,20 @@ def _message(record: object, column: Iterator[ImageSource], folder: Path, where:
         return record
     if sum(map(_is_image, content)) > MAX_IMAGES:
         raise InputError(f"{where}: a message has at most {MAX_IMAGES} images; split it")
-    return {**record, "content": list(_parts(content, column, folder, f"{where}.content"))}
+    parts = [
+        {"type": IMAGE_PART, IMAGE_PART: _own(part, column, folder, f"{where}.content[{i}]")}
+        if _is_image(part)
+        else part
+        for i, part in enumerate(content)
+    ]
+    return {**record, "content": parts}
 
 
-def _parts(content: Sequence[object], column: Iterator[ImageSource], folder: Path, where: str) -> Iterator[object]:
-    for i, part in enumerate(content):
-        if not _is_image(part):
-            yield part
-            continue
-        assert isinstance(part, dict), "an image's part is an object"
-        yield {"type": IMAGE_PART, IMAGE_PART: _own(part, column, folder, f"{where}[{i}]")}
-
-
-def _is_image(part: object) -> bool:
+def _is_image(part: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(part, dict) and part.get("type") in _TYPES
 
 
-def _values_of(part: Any) -> list[str]:
+def _values_of(part: Mapping[str, Any]) -> list[str]:
     """Return the keys of a part that contain an image; empty if the part stands for an image of the columns."""
     return [key for key in _VALUES if not is_blank(part.get(key))]
 

@@ -54,11 +54,13 @@ def policy_turn(chat: RenderedChat, index: int) -> PolicyTurn:
         )
     message, prompt = chat.messages[index], chat.opened(index)
     lead, written = _lead_and_written(chat, index, prompt_thought(prompt))
-    if message.reasoning and not _has_reasoning(message, written):
-        raise InputError(
-            f"the chat template must render thoughts, but it drops the reasoning of messages[{index}]; use "
-            'template="plain", remove the reasoning, or write it into the content with the tags of the model'
-        )
+    if message.reasoning:
+        _, found, after = written.partition(message.reasoning.strip())
+        if not found or missing_part(message, after) is not None:
+            raise InputError(
+                f"the chat template must render thoughts, but it drops the reasoning of messages[{index}]; use "
+                'template="plain", remove the reasoning, or write it into the content with the tags of the model'
+            )
     start = len(prompt) + len(lead)
     end = _missing_end(chat, index, written)
     length = len(written + end) if end else chat.template.turn_end.length(written)
@@ -135,11 +137,6 @@ def _with_thought(message: Message, index: int, thought: PromptThought, rendered
     return content + (rendered[rendered.rfind(answer) + len(answer) :] if answer else rendered)
 
 
-def _has_reasoning(message: Message, written: str) -> bool:
-    _, found, after = written.partition((message.reasoning or "").strip())
-    return bool(found) and missing_part(message, after) is None
-
-
 def _moved(chat: RenderedChat, index: int, prompt: str) -> str:
     """Return the turn in a text whose earlier part differs from the prompt, since gpt-oss drops earlier thoughts."""
     whole, before, asked = chat.closed(index + 1), chat.closed(index), chat.messages[index - 1]
@@ -173,7 +170,9 @@ def chat_scripts(chat: RenderedChat) -> list[Script]:
     for index, message in enumerate(chat.messages):
         if message.is_trained:
             turn = policy_turn(chat, index)
-            _check_turn(chat, index, turn)
+            _refuse_loss(missing_part(message, turn.text[turn.span.start :]), chat.messages, index)
+            if message.tool_calls and is_in_calls(message):
+                _check_marks(chat, [index], is_open=False)
             found = _appended(found, turn)
     if not found:
         return [Script(text=chat.whole)]
@@ -196,7 +195,11 @@ def check_rendered(chat: RenderedChat) -> None:
     for end, text in _views(chat):
         added = text[common_length(before, text) :]
         for index in range(first, end):
-            _refuse_loss(missing_part(_without_thoughts(chat.messages[index]), added), chat.messages, index)
+            message = chat.messages[index]
+            # Templates may drop thoughts in the content from history.
+            inline = inline_thought(message)
+            said = replace(message, content=inline[1]) if inline else message
+            _refuse_loss(missing_part(said, added), chat.messages, index)
         before, first = text, end
     # A template may cut earlier answers, so each is compared in its own turn.
     context = [i for i, message in enumerate(chat.messages) if message.role != "assistant"]
@@ -221,13 +224,6 @@ def _views(chat: RenderedChat) -> Iterator[tuple[int, str]]:
     yield len(chat.messages), chat.whole
 
 
-def _check_turn(chat: RenderedChat, index: int, turn: PolicyTurn) -> None:
-    message, messages = chat.messages[index], chat.messages[: index + 1]
-    _refuse_loss(missing_part(message, turn.text[turn.span.start :]), messages, index)
-    if message.tool_calls and is_in_calls(message):
-        _check_marks(chat, [index], is_open=False)
-
-
 def _appended(found: list[Script], turn: PolicyTurn) -> list[Script]:
     if turn.span.start == turn.span.stop:
         return found
@@ -241,12 +237,6 @@ def _appended(found: list[Script], turn: PolicyTurn) -> list[Script]:
 
 def _extends(text: str, script: Script) -> bool:
     return text.startswith(script.text[: script.spans[-1].stop])
-
-
-def _without_thoughts(message: Message) -> Message:
-    """Return the message without thoughts in its content, which templates may drop from history."""
-    inline = inline_thought(message)
-    return replace(message, content=inline[1]) if inline else message
 
 
 def _check_tools(chat: RenderedChat) -> None:

@@ -59,19 +59,19 @@ class Script:
         """
         if not self.cuts:
             return [self]
-        bounds = pairwise([0, *self.cuts, len(self.text)])
-        return [self._piece(start, stop) for start, stop in bounds if start < stop]
-
-    def _piece(self, start: int, stop: int) -> "Script":
-        spans = tuple(Span(a - start, b - start) for a, b in self.spans if start <= a < stop)
-        return Script(text=self.text[start:stop], spans=spans, markers=self.markers)
+        found = []
+        for start, stop in pairwise([0, *self.cuts, len(self.text)]):
+            if start < stop:
+                spans = tuple(Span(a - start, b - start) for a, b in self.spans if start <= a < stop)
+                found.append(Script(text=self.text[start:stop], spans=spans, markers=self.markers))
+        return found
 
 
 def message_script(message: Message) -> Script:
     r"""Return a message in the plain chat form; an assistant's span includes its text and the end marker.
 
     The form is `<|im_start|>{role}\n{thought}{content}{tool calls}<|im_end|>\n`, with a thought as
-    `<think>\n{reasoning}\n</think>\n\n`.
+    `<think>\n{reasoning}\n</think>\n\n` and a call a line as `{"name":"search","arguments":{"query":"Zürich"}}`.
 
     Example: an assistant's "Hi" is the text `<|im_start|>assistant\nHi<|im_end|>\n` with the span (22, 34).
     """
@@ -79,7 +79,11 @@ def message_script(message: Message) -> Script:
     if message.reasoning:
         thought = [head, THOUGHT_START, f"\n{message.reasoning.strip()}\n", THOUGHT_END]
     begin = "\n\n" if thought else head
-    body = f"{begin}{message.content or ''}{tool_calls_text(message.tool_calls)}"
+    calls = "\n".join(
+        f'{{"name":{json.dumps(call.name, ensure_ascii=False)},"arguments":{_arguments_text(call)}}}'
+        for call in message.tool_calls
+    )
+    body = f"{begin}{message.content or ''}{calls}"
     parts = [TURN_START, *thought, body, TURN_END, "\n"]
     trained = Span(len(TURN_START) + len(head), sum(map(len, parts)) - 1)
     return _marked(parts, (trained,) if message.is_trained else ())
@@ -90,23 +94,15 @@ def turn_opening() -> Script:
     return _marked([TURN_START, "assistant\n"], ())
 
 
-def tool_calls_text(calls: Iterable[ToolCall]) -> str:
-    """Return tool calls as JSON objects, one per line, with the keys "name" and "arguments", characters unescaped.
-
-    Arguments whose text is a JSON object are unchanged; other text, such as broken JSON, is written as a JSON string.
-    Arguments that are not text are written compactly.
-
-    Example: `{"name":"search","arguments":{"query":"Zürich"}}`.
-    """
-    return "\n".join(_call_text(call) for call in calls)
-
-
 def raw_script(messages: Sequence[Message]) -> Script:
     """Return the concatenated contents without markers; each assistant message with text is a span.
 
     Example: user "2+2=" and assistant "4" are the text "2+2=4" with the span (4, 5).
     """
-    return join_scripts(_raw_message(message) for message in messages)
+    texts = [(message.content or "", message.is_trained) for message in messages]
+    return join_scripts(
+        Script(text=text, spans=(Span(0, len(text)),) if is_trained and text else ()) for text, is_trained in texts
+    )
 
 
 def join_scripts(scripts: Iterable[Script]) -> Script:
@@ -139,21 +135,12 @@ def _marked(parts: Sequence[str], spans: tuple[Span, ...]) -> Script:
     return Script(text="".join(parts), spans=spans, markers=tuple(starmap(Span, pairwise(ends)))[::2])
 
 
-def _raw_message(message: Message) -> Script:
-    text = message.content or ""
-    return Script(text=text, spans=(Span(0, len(text)),) if message.is_trained and text else ())
-
-
 def _shifted(spans: Iterable[Span], offset: int) -> Iterator[Span]:
     return (Span(span.start + offset, span.stop + offset) for span in spans)
 
 
-def _call_text(call: ToolCall) -> str:
-    name = json.dumps(call.name, ensure_ascii=False)
-    return f'{{"name":{name},"arguments":{_arguments_text(call)}}}'
-
-
 def _arguments_text(call: ToolCall) -> str:
+    """Return a JSON object as the model wrote it; other text, such as broken JSON, becomes a JSON string."""
     if isinstance(call.given, str) and is_object_text(call.given):
         return call.given
     arguments = call.given if isinstance(call.given, str) else dict(call.given)
@@ -260,7 +247,11 @@ class Encoder:
             texts = [(before or "") + script.text for script, before in batch]
             encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
             for piece, encoding in zip(batch, encodings, strict=True):
-                encoded[piece] = self._align(piece[0], *self._of_text(encoding, *piece))
+                script, (tokens, starts) = piece[0], self._of_text(encoding, *piece)
+                num_markers = len(self._known(script))
+                if script.markers is not None and np.count_nonzero(self._is_control[tokens]) != num_markers:
+                    tokens, starts = self._encode_pieces(script)
+                encoded[piece] = _masked(script, tokens, starts)
         return [join_encoded([encoded[piece] for piece in pieces]) for pieces in parts]
 
     def _pieces(self, script: Script) -> "list[_Piece]":
@@ -330,11 +321,6 @@ class Encoder:
         # A position after an odd number of edges, and not at one, is inside a span.
         free = (at for at in found if bisect_right(edges, at) % 2 == 0 or at in edges)
         return replace(script, cuts=tuple(sorted({*script.cuts, *free})))
-
-    def _align(self, script: Script, tokens: TokenIds, starts: npt.NDArray[np.int64]) -> EncodedScript:
-        if script.markers is not None and np.count_nonzero(self._is_control[tokens]) != len(self._known(script)):
-            tokens, starts = self._encode_pieces(script)
-        return _masked(script, tokens, starts)
 
     def _known(self, script: Script) -> list[Span]:
         """Return the markers that are single tokens of this tokenizer."""

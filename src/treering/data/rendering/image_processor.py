@@ -12,7 +12,7 @@ from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,15 +106,6 @@ def takes_images(folder: Path) -> bool:
     return has_processor or bool(read_settings(folder / "config.json").keys() & set(_MEDIA_KEYS))
 
 
-class _Facts(NamedTuple):
-    """Metadata of an image."""
-
-    size: tuple[int, int]
-    grid: tuple[int, int, int] | None
-    num_tokens: int
-    digest: bytes
-
-
 class ImageProcessor:
     """Processor of encoded images, equal to the model's own.
 
@@ -126,7 +117,7 @@ class ImageProcessor:
         self.folder = folder
         """Folder of the model."""
         self._held: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
-        self._known: dict[bytes, _Facts] = {}
+        self._known: dict[bytes, dict[str, Any]] = {}
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return ImageProcessor, (self.folder,)
@@ -149,11 +140,10 @@ class ImageProcessor:
             MissingExtraError: Pillow or transformers is missing.
         """
         key = blake2b(source.read(), digest_size=16).digest()
-        facts = self._known.get(key)
-        if facts is None:
+        if key not in self._known:
             made, size = self._made(source)
-            facts = self._known[key] = _Facts(size, made.grid, made.num_tokens, made.digest)
-        return StoredImage(source=source, open_image=self.values, **facts._asdict())
+            self._known[key] = {"size": size, "grid": made.grid, "num_tokens": made.num_tokens, "digest": made.digest}
+        return StoredImage(source=source, open_image=self.values, **self._known[key])
 
     def values(self, image: StoredImage) -> NDArray[np.float32]:
         """Return the values of an image from the cache, or process it again.

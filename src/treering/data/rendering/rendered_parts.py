@@ -21,10 +21,12 @@ def missing_part(message: Message, text: str) -> str | None:
     """
     start, at = len(text), 0
     for stretch in (part for text in message.stretches for part in THOUGHT_TAG.split(text)):
-        found = _find_text(stretch.strip(), text, at)
-        if found is None:
+        # Some templates write tool results escaped as in JSON.
+        variants = ((text.find(variant, at), variant) for variant in dict.fromkeys(_text_variants(stretch.strip())))
+        found, variant = next(((begin, variant) for begin, variant in variants if begin >= 0), (-1, ""))
+        if found < 0:
             return f"the text {stretch.strip()!r:.60}"
-        start, at = min(start, found.start), found.stop
+        start, at = min(start, found), found + len(variant)
     lost = _missing_call(message, text[at:])
     # Some templates write the calls before the text.
     return lost and _missing_call(message, text[:start]) and lost
@@ -74,15 +76,6 @@ def restore_arguments(text: str, messages: Sequence[Message]) -> str:
     return "".join([*pieces, text[done:]])
 
 
-def _find_text(stretch: str, text: str, at: int) -> slice | None:
-    """Return the span of a text, plain or escaped as in JSON, in which some templates write tool results."""
-    for variant in dict.fromkeys(_text_variants(stretch)):
-        found = text.find(variant, at)
-        if found >= 0:
-            return slice(found, found + len(variant))
-    return None
-
-
 def _end_of(part: str | None, text: str, at: int) -> int:
     """Return the end of a part's first occurrence at or after `at`; `at` if there is none."""
     wanted = (part or "").strip()
@@ -97,13 +90,6 @@ def _written(call: ToolCall, spelling: str) -> str:
     return json.dumps(dict(call.given), ensure_ascii=False) if spelling == str(dict(call.given)) else spelling
 
 
-def _spellings(call: ToolCall) -> Sequence[str]:
-    """Return the variants in which templates write the arguments of a call."""
-    if not isinstance(call.given, str):
-        return _spellings_of(dict(call.given))
-    return _text_spellings(call.given)
-
-
 @lru_cache(maxsize=4096)
 def _text_spellings(arguments: str) -> Sequence[str]:
     # Each prefix of a chat needs the same calls.
@@ -115,23 +101,22 @@ def _text_spellings(arguments: str) -> Sequence[str]:
 
 
 def _spellings_of(value: Mapping[str, Any] | str) -> Sequence[str]:
-    compact = (",", ":")
-    plain = [] if isinstance(value, str) else [str(value)]
+    """Return the variants in which templates write the arguments of a call."""
     variants = [
-        json.dumps(value, ensure_ascii=False),
-        json.dumps(value),
-        json.dumps(value, ensure_ascii=False, separators=compact),
-        json.dumps(value, separators=compact),
-        *plain,
+        json.dumps(value, ensure_ascii=is_ascii, separators=separators)
+        for separators in (None, (",", ":"))
+        for is_ascii in (False, True)
     ]
-    return tuple(dict.fromkeys(variants))
+    return tuple(dict.fromkeys([*variants, *([] if isinstance(value, str) else [str(value)])]))
 
 
 def _find_call(call: ToolCall, text: str, at: int, stop: int) -> tuple[int, str] | None:
     """Return the position of a call's arguments after its name, and their spelling."""
     named = text.find(call.name, at, stop)
     found: tuple[int, str] | None = None
-    for spelling in _spellings(call) if named >= 0 else ():
+    given = call.given
+    spellings = _text_spellings(given) if isinstance(given, str) else _spellings_of(dict(given))
+    for spelling in spellings if named >= 0 else ():
         limit = found[0] + len(spelling) - 1 if found else stop
         position = text.find(spelling, named + len(call.name), min(limit, stop))
         found = (position, spelling) if position >= 0 else found

@@ -66,8 +66,8 @@ class RenderCounts:
 
     num_chats: int = 0
     """Rendered chats."""
-    drops_tools: bool = False
-    """Whether the plain form or raw text has dropped tools."""
+    num_without_tools: int = 0
+    """Trajectories whose tools the plain form or raw text has dropped."""
     num_special: int = 0
     """Messages with the text of a special token, which a template or raw text turns into the token."""
     num_contents: int = 0
@@ -77,11 +77,8 @@ class RenderCounts:
 
     def add(self, other: "RenderCounts") -> None:
         """Add the counts of another renderer."""
-        self.num_chats += other.num_chats
-        self.drops_tools |= other.drops_tools
-        self.num_special += other.num_special
-        self.num_contents += other.num_contents
-        self.num_texts += other.num_texts
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 _QUESTION = Message(role="user", content="a question")
@@ -171,7 +168,7 @@ class Renderer:
             DataWarning: the plain form drops tools, or a template turns text of the data into special tokens.
         """
         counts, self.counts = self.counts, RenderCounts(num_chats=self.counts.num_chats)
-        if counts.drops_tools:
+        if counts.num_without_tools:
             _warn("the plain form and raw text leave tools out; a policy that was shown them needs a chat template")
         if counts.num_special:
             _warn(
@@ -214,16 +211,14 @@ class Renderer:
         )
         template = self._template_of(trajectory)
         self.counts.num_chats += not is_raw
-        if is_raw:
-            scripts = [raw_script(messages)]
-        elif template is None:
-            scripts = [*(message_script(message) for message in messages), turn_opening()]
+        if template is None:
+            scripts = [raw_script(messages)] if is_raw else [*map(message_script, messages), turn_opening()]
+            _check_no_images(messages)
         else:
             chat = RenderedChat(template, messages, tools)
             check_rendered(chat)
-            scripts = [self._opened(chat)]
-        if template is None:
-            self._check_template(messages)
+            placeholder = self._placeholder(chat)
+            scripts = [expanded_script(Script(text=chat.opened(len(chat.messages))), placeholder)]
         self._count_contents([trajectory])
         encoded = self._encoder.encode([scripts])[0]
         found = self._with_images(trajectory, self._with_begin(encoded) if template is None else encoded)
@@ -373,7 +368,7 @@ class Renderer:
         self.counts.num_chats += trajectory.format != RAW_FORMAT
         template = self._template_of(trajectory)
         if template is None:
-            self._check_template(trajectory.messages)
+            _check_no_images(trajectory.messages)
             is_raw = trajectory.format == RAW_FORMAT
             messages = self._ended(trajectory) if trajectory.adds_end else trajectory.messages
             return [[raw_script(messages)] if is_raw else list(map(message_script, messages))]
@@ -388,10 +383,6 @@ class Renderer:
         end, text = self._end_of_text or "", last.content or ""
         return [*before, last if text.endswith(end) else replace(last, content=text + end)]
 
-    def _opened(self, chat: RenderedChat) -> Script:
-        placeholder = self._placeholder(chat)
-        return expanded_script(Script(text=chat.opened(len(chat.messages))), placeholder)
-
     def _placeholder(self, chat: RenderedChat) -> Placeholder | None:
         """Check the images of a chat and return their placeholder; None without images."""
         if not num_images(chat.messages):
@@ -399,13 +390,6 @@ class Renderer:
         placeholder = self.processor.placeholder
         check_images(chat, placeholder.written)
         return placeholder
-
-    def _check_template(self, messages: Sequence[Message]) -> None:
-        if num_images(messages):
-            raise InputError(
-                "images need the chat template of the model, and the plain form has none; use the tokenizer of the "
-                "model"
-            )
 
     def _with_images(self, trajectory: Trajectory, encoded: EncodedScript) -> EncodedScript:
         """Return the sequence with the tokens of its images."""
@@ -458,7 +442,7 @@ class Renderer:
 
     def _count_contents(self, trajectories: Sequence[Trajectory]) -> None:
         counts = self.counts
-        counts.drops_tools |= any(one.tools and self._template_of(one) is None for one in trajectories)
+        counts.num_without_tools += sum(bool(one.tools) and self._template_of(one) is None for one in trajectories)
         read = [one for one in trajectories if one.format == RAW_FORMAT or self.chat_template is not None]
         contents = [message.content or "" for one in read for message in one.messages or ()]
         counts.num_contents += len(contents)
@@ -494,26 +478,25 @@ def rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> Rend
 
     Raises:
         InputError: there are no tokens.
-
-    Example: `rendered(trajectory, given(trajectory), 0).reward` is `trajectory.reward`.
     """
     if encoded.tokens.size == 0:
         raise InputError(f"a trajectory needs text, got only empty messages in task {trajectory.task_id!r}; drop it")
+    kept = ("task_id", "reward", "advantage", "epoch", "step", "advantages", "logprobs", "routed_experts")
     return RenderedTrajectory(
-        task_id=trajectory.task_id,
         tokens=encoded.tokens,
         loss_mask=encoded.loss_mask,
         turn_ends=encoded.turn_ends,
         index=index,
-        reward=trajectory.reward,
-        advantage=trajectory.advantage,
-        epoch=trajectory.epoch,
-        step=trajectory.step,
-        advantages=trajectory.advantages,
-        logprobs=trajectory.logprobs,
         images=encoded.images,
-        routed_experts=trajectory.routed_experts,
+        **{name: getattr(trajectory, name) for name in kept},
     )
+
+
+def _check_no_images(messages: Sequence[Message]) -> None:
+    if num_images(messages):
+        raise InputError(
+            "images need the chat template of the model, and the plain form has none; use the tokenizer of the model"
+        )
 
 
 def _check_text_alone(messages: Sequence[Message]) -> None:

@@ -165,29 +165,19 @@ class TurnEnd:
         return len(written.rstrip("\n").removesuffix(self.added).rstrip("\n"))
 
 
-def find_turn_end(
-    prompt: Callable[[Sequence[Message]], str], text: Callable[[Sequence[Message]], str], special_tokens: Sequence[str]
-) -> TurnEnd:
+def _find_turn_end(template: "ChatTemplate") -> TurnEnd:
     r"""Compare an answer at the end of a chat with the same answer before a further question.
-
-    Args:
-        prompt: renders messages with a turn opened after them.
-        text: renders messages without opening a turn.
-        special_tokens: texts of the tokenizer's special tokens.
-
-    Raises:
-        InputError: the template opens a turn after an answer although the caller did not ask for one.
 
     Example: Phi-3's template writes `<|end|>\n<|endoftext|>` after a last answer and `<|end|>\n<|user|>` before a
     question, so `added` is `<|endoftext|>`.
     """
     asked, answered = Message(role="user", content=_QUESTION), Message(role="assistant", content=_ANSWER)
     try:
-        opened, alone, once = prompt([asked]), text([asked]), text([asked, answered])
-        again = text([asked, answered, Message(role="user", content=_NEXT)])
+        opened, alone, once = template.prompt([asked]), template.text([asked]), template.text([asked, answered])
+        again = template.text([asked, answered, Message(role="user", content=_NEXT)])
     except InputError:
         return TurnEnd()
-    last = once.partition(_ANSWER)[2]
+    special_tokens, last = template.special_tokens, once.partition(_ANSWER)[2]
     opening = opened.partition(_QUESTION)[2]
     if opened == alone and opening.strip() and last.endswith(opening):
         raise InputError(
@@ -197,7 +187,10 @@ def find_turn_end(
     between = again.partition(_ANSWER)[2].partition(_NEXT)[0]
     if not last.strip():
         return TurnEnd(missing=leading_token(between, special_tokens))
-    return TurnEnd(added=_added(last, between, special_tokens))
+    shared = common_length(last, between)
+    ends = [found.end() for found in _any_of(special_tokens).finditer(last) if found.end() <= shared]
+    added = last[ends[-1] :].strip() if ends else ""
+    return TurnEnd(added=added if added in special_tokens else "")
 
 
 def leading_token(text: str, special_tokens: Sequence[str]) -> str:
@@ -207,13 +200,6 @@ def leading_token(text: str, special_tokens: Sequence[str]) -> str:
     """
     found = _any_of(special_tokens).match(text)
     return found.group() if found else ""
-
-
-def _added(last: str, between: str, special_tokens: Sequence[str]) -> str:
-    shared = common_length(last, between)
-    ends = [found.end() for found in _any_of(special_tokens).finditer(last) if found.end() <= shared]
-    rest = last[ends[-1] :].strip() if ends else ""
-    return rest if rest in special_tokens else ""
 
 
 def _any_of(special_tokens: Sequence[str]) -> re.Pattern[str]:
@@ -297,7 +283,7 @@ class ChatTemplate:
         Raises:
             InputError: the template opens a turn although the caller did not ask for one.
         """
-        return find_turn_end(self.prompt, self.text, self.special_tokens)
+        return _find_turn_end(self)
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -342,7 +328,8 @@ class ChatTemplate:
     def _record(self, message: Message, arguments: _ArgumentsOf) -> dict[str, Any]:
         record = _record(message, arguments)
         if message.images:
-            return record | {"content": _parts_with_images(message)}
+            first, *rest = (_parts(text) for text in message.stretches)
+            return record | {"content": [*first, *(part for parts in rest for part in ({"type": "image"}, *parts))]}
         if message.reasoning and self._takes_thinking_parts:
             return record | {
                 "content": [{"type": "thinking", "thinking": message.reasoning}, *_parts(record["content"])]
@@ -408,11 +395,6 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 def _parts(content: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}] if content else []
-
-
-def _parts_with_images(message: Message) -> list[dict[str, str]]:
-    first, *rest = (_parts(text) for text in message.stretches)
-    return [*first, *(part for parts in rest for part in ({"type": "image"}, *parts))]
 
 
 def _advice(messages: Sequence[Message]) -> str:
