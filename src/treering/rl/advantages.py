@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -109,7 +108,11 @@ def branch_advantages(group: Group, estimator: Estimator) -> BranchAdvantages:
         return group_advantages(group.rewards, estimator)[np.array(runs.of, np.int64)]
     # A run without rewards of calls may have more calls than those with some.
     num_calls = 1 + max(int(turns.max(initial=-1)) for turns in runs.turns)
-    worth = _worth(group.rewards, runs.turn_rewards, num_calls)
+    # What each run earns from its k-th call on, for the K calls of the longest run: float64 [K, R].
+    table = np.zeros((num_calls, group.rewards.size))
+    for run, values in enumerate(runs.turn_rewards):
+        table[: len(values), run] = values
+    worth = group.rewards + table[::-1].cumsum(0)[::-1]
     of_turns = np.stack([group_advantages(row, estimator) for row in worth])
     return [
         np.where(turns >= 0, of_turns[np.maximum(turns, 0), run], 0.0)
@@ -147,14 +150,6 @@ def _shares(group: Group, normalizer: Normalizer) -> list[float]:
     of = np.array(group.runs.of, np.int64)
     totals = np.bincount(of, weights=trained)
     return (trained / np.maximum(totals[of], 1.0)).tolist()  # type: ignore[no-any-return]
-
-
-def _worth(rewards: Float64s, turn_rewards: Sequence[Sequence[float]], num_calls: int) -> Float64s:
-    """Return what each run earns from its k-th call on, for the K calls of the longest run: float64 [K, R]."""
-    table = np.zeros((num_calls, rewards.size))
-    for run, values in enumerate(turn_rewards):
-        table[: len(values), run] = values
-    return rewards + table[::-1].cumsum(0)[::-1]  # type: ignore[no-any-return]
 
 
 Baseline = Literal["parent", "siblings", "leave_one_out", "root", "tree_rl", "tree_grpo"]
@@ -234,7 +229,9 @@ def tree_advantages(
     for branches, group in _groups(forest, groups):
         scores = group_advantages(rewards[branches], "dr_grpo" if scale_rewards == "none" else "grpo")
         if baseline == "tree_grpo":
-            scores = _tree_grpo_scores(rewards[branches], [tree_ids[branch] for branch in branches])
+            scores = group_advantages(rewards[branches], "grpo")
+            for own in _members([tree_ids[branch] for branch in branches]).values():
+                scores[own] += group_advantages(rewards[branches[own]], "grpo")
         # Every baseline is linear in the scores.
         scores, exponent = scaled(scores)
         for branch, values in zip(branches.tolist(), _of_group(group, scores, baseline), strict=True):
@@ -242,60 +239,11 @@ def tree_advantages(
     return advantages
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Nodes:
-    """Nodes of one group in packed order, covering its tokens without gaps.
-
-    Attributes:
-        start: int64 [M], first token of each.
-        parent: int64 [M], node above, -1 below the root.
-        value: float64 [M], mean score of the branches through each.
-        num_branches: int64 [M], branches through each.
-        child_sum: float64 [M + 1], sum of the values of the children of the root, then of each node; branches that end
-            at a node are one child of it.
-        num_children: int64 [M + 1], likewise.
-        root_value: mean score of all branches.
-    """
-
-    start: Int64Array
-    parent: Int64Array
-    value: Float64Array
-    num_branches: Int64Array
-    child_sum: Float64Array
-    num_children: Int64Array
-    root_value: float
-
-
 def _of_group(forest: Forest, scores: Float64Array, baseline: Baseline) -> list[Float64Array]:
-    nodes = _nodes(forest, scores)
-    lengths = np.diff(nodes.start, append=forest.num_tokens)
-    of_tokens = np.repeat(_of_nodes(nodes, baseline), lengths)
-    indices, offsets = forest.paths()
-    return np.split(of_tokens[indices], offsets[1:-1])
+    """Return the advantages of a group's branches.
 
-
-def _of_nodes(nodes: _Nodes, baseline: Baseline) -> Float64Array:
-    value, above = nodes.value, nodes.parent + 1
-    over_parent: Float64Array = value - np.append(nodes.root_value, value)[above]
-    over_root: Float64Array = value - nodes.root_value
-    child_sum, num_children = nodes.child_sum[above], nodes.num_children[above]
-    match baseline:
-        case "parent":
-            return over_parent
-        case "siblings":
-            return value - child_sum / num_children
-        case "leave_one_out":
-            # Only the root of a group can be an only child; it is compared with nothing.
-            return np.where(num_children > 1, value - (child_sum - value) / np.maximum(num_children - 1, 1), 0.0)
-        case "root":
-            return over_root
-        case "tree_rl":
-            return (over_root + over_parent) / np.sqrt(nodes.num_branches)
-        case "tree_grpo":
-            return value
-
-
-def _nodes(forest: Forest, scores: Float64Array) -> _Nodes:
+    The M nodes cover the tokens in packed order, without gaps. Their tables of children begin with the root's.
+    """
     start = np.union1d(forest.segment_start, forest.branch_end.astype(np.int64) + 1)
     start = start[start < forest.num_tokens]
     # The branches through a token are those that end in its subtree, and a subtree is a range of packed indices.
@@ -305,28 +253,35 @@ def _nodes(forest: Forest, scores: Float64Array) -> _Nodes:
     num_before, score_before = np.append(0, num_ending.cumsum()), np.append(0.0, ending_score.cumsum())
     num_branches = num_before[ends] - num_before[start]
     value = (score_before[ends] - score_before[start]) / num_branches
+    root_value = float(score_before[-1] / forest.num_branches)
     above = forest.parent[start]
     parent = np.where(above < 0, -1, np.searchsorted(start, above, side="right") - 1)
-    # Branches end at the last token of a node. A leaf has no children, so its own sums are not read.
+    over_parent, over_root = value - np.append(root_value, value)[parent + 1], value - root_value
+    # Branches end at the last token of a node, and are one child of it. A leaf's own sums are not read.
     last = np.append(start[1:], forest.num_tokens) - 1
     stops = num_ending[last]
-    stop_value = ending_score[last] / np.maximum(stops, 1)
-    return _Nodes(
-        start=start,
-        parent=parent,
-        value=value,
-        num_branches=num_branches,
-        child_sum=np.bincount(parent + 1, weights=value, minlength=start.size + 1) + np.append(0.0, stop_value),
-        num_children=np.bincount(parent + 1, minlength=start.size + 1) + np.append(0, stops > 0),
-        root_value=float(score_before[-1] / forest.num_branches),
-    )
-
-
-def _tree_grpo_scores(rewards: Float64Array, trees: Sequence[int | str]) -> Float64Array:
-    scores = group_advantages(rewards, "grpo")
-    for branches in _members(trees).values():
-        scores[branches] += group_advantages(rewards[branches], "grpo")
-    return scores
+    child_sum = np.bincount(parent + 1, weights=value, minlength=start.size + 1)
+    child_sum = (child_sum + np.append(0.0, ending_score[last] / np.maximum(stops, 1)))[parent + 1]
+    num_children = (np.bincount(parent + 1, minlength=start.size + 1) + np.append(0, stops > 0))[parent + 1]
+    of_nodes: Float64Array
+    match baseline:
+        case "parent":
+            of_nodes = over_parent
+        case "siblings":
+            of_nodes = value - child_sum / num_children
+        case "leave_one_out":
+            # Only the root of a group can be an only child; it is compared with nothing.
+            others = (child_sum - value) / np.maximum(num_children - 1, 1)
+            of_nodes = np.where(num_children > 1, value - others, 0.0)
+        case "root":
+            of_nodes = over_root
+        case "tree_rl":
+            of_nodes = (over_root + over_parent) / np.sqrt(num_branches)
+        case "tree_grpo":
+            of_nodes = value
+    of_tokens = np.repeat(of_nodes, np.diff(start, append=forest.num_tokens))
+    indices, offsets = forest.paths()
+    return np.split(of_tokens[indices], offsets[1:-1])
 
 
 def _groups(forest: Forest, groups: Ids | None) -> Iterator[tuple[Int64Array, Forest]]:

@@ -22,10 +22,7 @@ _MESSAGE_LENGTH = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardResult:
-    """Result of a finished rollout.
-
-    Example: a reward that raises ValueError("no number") leaves its rollout without a reward; `error` has the message.
-    """
+    """Result of a finished rollout."""
 
     rollout: Rollout
     """The rollout with its reward."""
@@ -43,9 +40,6 @@ def evaluate_rollout(task: Task, prompt: Prompt, rollout: Rollout) -> RewardResu
     For a task that rewards groups, the result awaits its group. Anything that the task raises, even `SystemExit`,
     leaves the rollout without a reward; see `contained`.
 
-    Raises:
-        KeyboardInterrupt, Interrupted: the user or the system interrupts the run.
-
     Example: a reward that raises ValueError("no number") gives the error "prompt 'q', sample 0: ValueError: no number".
     """
     try:
@@ -58,10 +52,7 @@ def evaluate_rollout(task: Task, prompt: Prompt, rollout: Rollout) -> RewardResu
 
 
 def evaluate_group(task: Task, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[RewardResult]:
-    """Get the rewards of a group's finished rollouts, for a task that rewards groups; errors are as for one rollout.
-
-    Example: rewards [1.0, None] give one rollout the reward 1.0 and the other none, without an error.
-    """
+    """Get the rewards of a group's finished rollouts, for a task that rewards groups; errors are as for one rollout."""
     try:
         with contained():
             values = list(task.reward_group(prompt, rollouts))
@@ -76,20 +67,14 @@ def evaluate_group(task: Task, prompt: Prompt, rollouts: Sequence[Rollout]) -> l
 
 
 def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
-    """Return the result of a rollout that has no reward because of an error.
-
-    Example: a message of 500 characters is cut to 300, ending with "...".
-    """
+    """Return the result of a rollout that has no reward because of an error; a long message is cut."""
     text = f"{whose(rollout.key)}{in_words(error)}"
     short = text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}..."
     return RewardResult(rollout=rollout, error=short)
 
 
 def whose(key: RolloutKey) -> str:
-    """Return the beginning of a rollout's error.
-
-    Example: "prompt 'q', sample 0: ".
-    """
+    """Return the beginning of a rollout's error, such as "prompt 'q', sample 0: "."""
     prompt_id, _, sample = key[:3]
     return f"prompt {prompt_id!r}, sample {sample}: "
 
@@ -281,10 +266,7 @@ def collect(
 
 
 def join(prompts: Sequence[Prompt], parts: Sequence[Collected]) -> Collected:
-    """Join the collections of several engines, each for some of the prompts, into one for all.
-
-    Example: the groups of prompts (a, c) and (b,) are those of (a, b, c).
-    """
+    """Join the collections of several engines, each for some of the prompts, into one for all."""
     by_prompt = defaultdict(list)
     for group in (group for part in parts for group in part.groups):
         by_prompt[group.prompt.prompt_id].append(group)
@@ -310,10 +292,7 @@ def added(parts: Sequence[Collected], groups: tuple[Group, ...]) -> Collected:
 
 
 class Collection:
-    """Collect the rollouts of a step, from any engine and in any order.
-
-    Example: with 2 prompts in groups of 4 it has 8 requests, and `num_open` falls from 8 to 0 as `take` gets results.
-    """
+    """Collect the rollouts of a step, from any engine and in any order; `take` lowers `num_open` to 0."""
 
     def __init__(
         self,
@@ -364,7 +343,17 @@ class Collection:
         pairs = [(prompt_id, sample) for prompt_id in self._prompts for sample in range(self._group_size)]
         if order == "by_sample":
             pairs.sort(key=lambda pair: pair[1])
-        return [self._request((prompt_id, self._draws.get(prompt_id, 0), sample)) for prompt_id, sample in pairs]
+        return [
+            Request(
+                prompt_id=prompt_id,
+                prompt=self._prompts[prompt_id].tokens,
+                sampling=self._sampling,
+                draw=self._draws.get(prompt_id, 0),
+                sample=sample,
+                images=self._prompts[prompt_id].images,
+            )
+            for prompt_id, sample in pairs
+        ]
 
     def prompt_of(self, rollout: Rollout) -> Prompt:
         """Return the prompt of a rollout."""
@@ -404,6 +393,10 @@ class Collection:
         kept: dict[PromptId, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
         for key in self._in_order(self._kept):
             kept[key[0]].append(self._kept[key])
+        numbers: dict[str, list[float]] = {}
+        for key in self._in_order(self._numbers):
+            for name, number in self._numbers[key].items():
+                numbers.setdefault(name, []).append(number)
         return Collected(
             groups=tuple(Group(prompt=prompt, rollouts=tuple(kept[i])) for i, prompt in self._prompts.items()),
             num_reward_errors=len(errors),
@@ -411,33 +404,15 @@ class Collection:
             num_empty=self._num_empty,
             num_overlong=self._num_overlong,
             num_turns=self._finished.total(),
-            reward_errors=tuple(map(self._located, errors, errors.values()))[:NUM_MESSAGES],
+            # With the location of the prompt, because its id may be a hash.
+            reward_errors=tuple(
+                error.replace(f"prompt {key[0]!r}, ", f"prompt {self._prompts[key[0]].name}, ", 1)
+                for key, error in errors.items()
+            )[:NUM_MESSAGES],
             error_counts=Counter(error.removeprefix(whose(key)) for key, error in errors.items()),
-            numbers=self._numbers_by_name(),
+            numbers=numbers,
         )
-
-    def _located(self, key: RolloutKey, error: str) -> str:
-        """Add the location of the prompt to an error, because the prompt's id may be a hash."""
-        return error.replace(f"prompt {key[0]!r}, ", f"prompt {self._prompts[key[0]].name}, ", 1)
-
-    def _numbers_by_name(self) -> Mapping[str, Sequence[float]]:
-        found: dict[str, list[float]] = {}
-        for key in self._in_order(self._numbers):
-            for name, number in self._numbers[key].items():
-                found.setdefault(name, []).append(number)
-        return found
 
     def _in_order(self, by_key: Mapping[RolloutKey, object]) -> list[RolloutKey]:
         rank = {prompt_id: i for i, prompt_id in enumerate(self._prompts)}
         return sorted(by_key, key=lambda key: (rank[key[0]], key[2]))
-
-    def _request(self, key: RolloutKey) -> Request:
-        prompt_id, draw, sample = key[:3]
-        return Request(
-            prompt_id=prompt_id,
-            prompt=self._prompts[prompt_id].tokens,
-            sampling=self._sampling,
-            draw=draw,
-            sample=sample,
-            images=self._prompts[prompt_id].images,
-        )

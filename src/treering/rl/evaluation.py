@@ -47,17 +47,14 @@ def mean_pass_at_k(num_samples: int, num_passed: Sequence[int]) -> dict[int, flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """How held-out prompts are sampled and judged.
-
-    Attributes:
-        sampling: sampling parameters; the task's stops are added.
-        num_samples: rollouts per prompt.
-        pass_reward: smallest reward that passes.
-    """
+    """How held-out prompts are sampled and judged."""
 
     sampling: Sampling
+    """Sampling parameters; the task's stops are added."""
     num_samples: int = 1
+    """Rollouts per prompt."""
     pass_reward: float = 1.0
+    """Smallest reward that passes."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -66,21 +63,18 @@ class EvalOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """Rewards of held-out prompts, or of each agent's runs of held-out tasks.
-
-    Attributes:
-        reward: mean over rollouts with a reward, or over runs including their calls' rewards; None without any.
-        pass_at: mean chance that one of k samples passes, by k; a rollout without a reward does not pass.
-        length_mean: tokens of a rollout with a reward, or of all branches of a run; None without any.
-        num_reward_errors: rollouts whose reward raised.
-        reward_errors: the first error messages.
-    """
+    """Rewards of held-out prompts, or of each agent's runs of held-out tasks."""
 
     reward: float | None
+    """Mean over rollouts with a reward, or over runs including their calls' rewards; None without any."""
     pass_at: Mapping[int, float]
+    """Mean chance that one of k samples passes, by k; a rollout without a reward does not pass."""
     length_mean: float | None
+    """Tokens of a rollout with a reward, or of all branches of a run; None without any."""
     num_reward_errors: int
+    """Rollouts whose reward raised."""
     reward_errors: tuple[str, ...] = ()
+    """The first error messages."""
 
     def values(self) -> dict[str, float]:
         """Return the metrics by the names of `treering.metrics`; reward metrics only if there are rewards."""

@@ -177,7 +177,7 @@ class RlLoop(Resumable[RlStepReport]):
             "version": self._version,
             "draws": dict(self._draws),
             "optimizer": self._trainer.state(),
-            "episodes": self._sampler.state(),
+            "episodes": self._sampler.forecast.state(),
             "rehearsal": self._rehearsal_state,
             # With several ranks, the states that the latest step gathered, so that saving needs no communication.
             "drafter": self._drafters or self._drafter_state,
@@ -196,7 +196,7 @@ class RlLoop(Resumable[RlStepReport]):
         self._version = state["version"]
         self._draws = dict(state["draws"])
         if "episodes" in state:
-            self._sampler.load_state(state["episodes"])
+            self._sampler.forecast.load_state(state["episodes"])
         if "rehearsal" in state and self._options.rehearse != "off":
             self._sampler.rehearsal.load_state(state["rehearsal"])
         drafters = state["drafter"] if isinstance(state["drafter"], list) else [state["drafter"]]

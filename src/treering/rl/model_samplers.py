@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -30,6 +31,7 @@ from treering.engine.stop_strings import Decode
 from treering.engine.torch_engine import TorchEngine
 from treering.model.teacher import TeacherStates, score
 from treering.rl.drafting import Drafting
+from treering.rl.step_report import total_stats
 from treering.train.loop.trainee import SharedBase, TraineeOptions
 from treering.tree.forest import Forest
 from treering.types import TokenIds
@@ -146,17 +148,14 @@ class ModelSampler:
                 for i in range(num_samples)
             ]
             rollouts = await asyncio.gather(*(self.host.sample(request) for request in requests))
-            self.host.run(lambda: self._note(rollouts))
+            for rollout in rollouts:
+                self.host.run(partial(self._drafting.add, rollout))
         return rollouts
 
     def _count(self, name: str, num_samples: int) -> int:
         """Return how many samples of a prompt were asked for before these."""
         self._counts[name] += num_samples
         return self._counts[name] - num_samples
-
-    def _note(self, rollouts: Sequence[Rollout]) -> None:
-        for rollout in rollouts:
-            self._drafting.add(rollout)
 
     async def score(
         self,
@@ -358,13 +357,13 @@ class SamplerPool:
         """End the engine of a model."""
         sampler = self._samplers.pop(owner, None)
         if sampler is not None:
-            self._ended = _sum([self._ended, sampler.stats])
+            self._ended = total_stats([self._ended, sampler.stats])
             await asyncio.to_thread(sampler.close)
 
     def stats(self, owner: str | None = None) -> dict[str, float]:
         """Return the counts so far: of all engines, or of one model's."""
         samplers = [each for name, each in list(self._samplers.items()) if owner in (None, name)]
-        total = _sum([*([self._ended] if owner is None else []), *(each.stats for each in samplers)])
+        total = total_stats([*([self._ended] if owner is None else []), *(each.stats for each in samplers)])
         return {
             "engines": len(samplers),
             "sampled_tokens": total.num_sampled,
@@ -380,7 +379,3 @@ class SamplerPool:
         """End all engines."""
         for owner in list(self._samplers):
             await self.drop(owner)
-
-
-def _sum(stats: Sequence[EngineStats]) -> EngineStats:
-    return EngineStats(**{name: sum(getattr(each, name) for each in stats) for name in EngineStats.__slots__})

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from treering.config.rl_options import RlOptions
 from treering.engine.admission import check_context
-from treering.engine.protocol import Engine, Request, Rollout, Sampling
+from treering.engine.protocol import Engine, Rollout, Sampling
 from treering.errors import InputError, StateError, plural
 from treering.model.checks import max_positions
 from treering.ranks.group import RankGroup
@@ -23,10 +22,7 @@ from treering.types import PromptId, TokenIds
 
 
 def with_stops(sampling: Sampling, task: Task) -> Sampling:
-    """Add the task's stop tokens and strings to the sampling parameters.
-
-    Example: a sampling without stops and a task with stop token 0 give `stop_tokens` (0,).
-    """
+    """Add the task's stop tokens and strings to the sampling parameters."""
     return sampling.changed(
         stop_tokens=tuple(dict.fromkeys([*sampling.stop_tokens, *task.stop_tokens])),
         stop_strings=tuple(dict.fromkeys([*sampling.stop_strings, *task.stop_strings])),
@@ -38,8 +34,6 @@ def check_contexts(task: Task, max_tokens: int, model: nn.Module) -> None:
 
     Raises:
         InputError: a rollout of `max_tokens` tokens could exceed the model's positions.
-
-    Example: with 32 positions, a prompt of 20 tokens and max_tokens=16 are refused.
     """
     limit = max_positions(model)
     for prompt in task.prompts:
@@ -54,8 +48,6 @@ def check_prompts(task: Task) -> None:
 
     Raises:
         InputError: no prompt, or two prompts with the same id.
-
-    Example: prompts "a" and "b" are fine; "a" and "a" are refused.
     """
     if not task.prompts:
         raise InputError("training needs at least one prompt, and the task has none; add some")
@@ -107,11 +99,6 @@ class Sampler:
     """Sample the groups of a step, and add their rollouts to the history.
 
     Each of N ranks samples every Nth prompt; afterwards all ranks have all groups and the same history.
-
-    Example:
-        >>> sampler = Sampler(task, options, drafting=None, group=RankGroup())               # doctest: +SKIP
-        >>> sampler.collect(engine, task.prompts[:8], draws={}).num_rollouts                 # doctest: +SKIP
-        64
     """
 
     def __init__(self, task: Task, options: RlOptions, drafting: Drafting | None, group: RankGroup) -> None:
@@ -121,7 +108,8 @@ class Sampler:
         self._sampling = with_stops(options.sampling, task)
         self._drafting = drafting
         self._group = group
-        self._forecast = EpisodeForecast()
+        self.forecast = EpisodeForecast()
+        """Order in which the next episodes start; part of a checkpoint."""
         self.rehearsal = Rehearsal(options.rehearse)
 
     def collect(
@@ -158,15 +146,24 @@ class Sampler:
 
         is_environment = isinstance(self._task, EnvironmentTask)
         num_episodes = len(prompts) * self._options.group_size
+        # If a prompt has no history, early rollouts of its group draft later ones.
+        is_known = self._drafting is None or all(self._drafting.knows(prompt.prompt_id) for prompt in own)
+        order: Order = "by_prompt" if is_known else "by_sample"
         sample = (
-            partial(collect_episodes, num_episodes=num_episodes, forecast=self._forecast)
+            partial(collect_episodes, num_episodes=num_episodes, forecast=self.forecast)
             if is_environment
-            else partial(collect, order=self._order(own), rehearsed=self.rehearsal.tokens)
+            else partial(collect, order=order, rehearsed=self.rehearsal.tokens)
         )
         before = engine.stats
         rehearses = self.rehearsal.is_on(engine) and not is_environment
         if rehearses:
-            self.rehearsal.begin(engine, self._early_requests(prompts, following, draws))
+            # This rank's requests of the next batch, with the noise of their step.
+            after = {**draws, **{prompt.prompt_id: draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}}
+            early = following[self._group.rank :: self._group.size]
+            early_requests = Collection(
+                early, after, group_size=self._options.group_size, sampling=self._sampling
+            ).requests()
+            self.rehearsal.begin(engine, early_requests)
         try:
             collected = sample(
                 engine,
@@ -189,24 +186,8 @@ class Sampler:
             lengths = [rollout.num_tokens for group in joined.groups for rollout in group.rollouts]
             self.rehearsal.note(engine.stats.since(before), lengths, self._group)
         if is_environment:
-            self._forecast.observe(joined.groups)
+            self.forecast.observe(joined.groups)
         return joined
-
-    def state(self) -> dict[str, Any]:
-        """Return the forecast of the next episodes, for a checkpoint."""
-        return self._forecast.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
-        self._forecast.load_state(state)
-
-    def _early_requests(
-        self, prompts: Sequence[Prompt], following: Sequence[Prompt], draws: Mapping[PromptId, int]
-    ) -> list[Request]:
-        """Return this rank's requests of the next batch, with the noise of their step."""
-        after = {**draws, **{prompt.prompt_id: draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}}
-        own = following[self._group.rank :: self._group.size]
-        return Collection(own, after, group_size=self._options.group_size, sampling=self._sampling).requests()
 
     def _joined(
         self, prompts: Sequence[Prompt], own: Collected, finished: Sequence[tuple[Rollout, TokenIds]]
@@ -224,9 +205,3 @@ class Sampler:
             num_episodes = len(prompts) * self._options.group_size
             check_failures(joined.error_counts, num_episodes, self._task.options.max_failed)
         return joined
-
-    def _order(self, prompts: Sequence[Prompt]) -> Order:
-        """Return "by_sample" if a prompt has no history, so that early rollouts of its group can draft later ones."""
-        if self._drafting is None or all(self._drafting.knows(prompt.prompt_id) for prompt in prompts):
-            return "by_prompt"
-        return "by_sample"

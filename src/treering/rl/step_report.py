@@ -124,27 +124,23 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlStepReport:
-    """Report of one step.
-
-    Attributes:
-        step: its number, from 1.
-        epoch: passes over the prompts before it.
-        version: policy version that sampled it.
-        rollouts: the sampled rollouts.
-        engine: the engine's counts in this step.
-        update: the update; None if every group had equal rewards and the weights stayed.
-        phases: the time of each phase; overlapping phases add up to more than the step.
-        overlap: metrics of a run with several processes; None with one process.
-    """
+    """Report of one step."""
 
     step: int
+    """Its number, from 1."""
     epoch: int
+    """Passes over the prompts before it."""
     version: int
+    """Policy version that sampled it."""
     rollouts: RolloutReport
     engine: EngineStats
+    """The engine's counts in this step."""
     update: Update | None
+    """None if every group had equal rewards and the weights stayed."""
     phases: Phases
+    """The time of each phase; overlapping phases add up to more than the step."""
     overlap: Overlap | None = None
+    """None with one process."""
 
     @property
     def sampled_per_s(self) -> float:
@@ -203,10 +199,7 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def total_stats(parts: Iterable[EngineStats]) -> EngineStats:
-    """Return the sum of several engines' counts.
-
-    Example: 240 tokens in 80 rows and 60 in 20 rows are 300 in 100: 3.0 tokens per forward.
-    """
+    """Return the sum of several engines' counts."""
     found = list(parts)
     return EngineStats(**{name: sum(getattr(part, name) for part in found) for name in EngineStats.__slots__})
 
@@ -245,12 +238,11 @@ def as_trajectories(
     for i, group in enumerate(groups):
         for j, rollout in enumerate(group.rollouts):
             one = _trajectory(group.prompt, rollout, epoch, step, None if advantages is None else advantages[i][j])
-            found.append(one if group.runs is None else _of_run(one, group, group.runs, j))
+            if group.runs is not None:
+                total = float(group.returns[group.runs.of[j]])
+                one = replace(one, reward=total, episode=_episode(group.runs, j))
+            found.append(one)
     return found
-
-
-def _of_run(trajectory: Trajectory, group: Group, runs: Runs, rollout: int) -> Trajectory:
-    return replace(trajectory, reward=float(group.returns[runs.of[rollout]]), episode=_episode(runs, rollout))
 
 
 def _episode(runs: Runs, rollout: int) -> EpisodePart:

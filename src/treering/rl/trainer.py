@@ -90,10 +90,7 @@ def known(old_logprobs: list[Logprobs]) -> list[Logprobs]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trained:
-    """Result of training a step's groups.
-
-    Example: groups with rewards [1, 0] and [1, 1]: one group has zero variance, and 2 rollouts are trained.
-    """
+    """Result of training a step's groups."""
 
     group_advantages: list[BranchAdvantages]
     """Advantages of the branches of each group."""
@@ -108,13 +105,7 @@ class Trained:
 
 
 class Trainer:
-    """Trains a model with an optimiser and the objective of a run.
-
-    Example:
-        >>> trainer = Trainer(model, OptimOptions(learning_rate=1e-5), options)              # doctest: +SKIP
-        >>> trainer.train(1, collected.groups).update.loss                                   # doctest: +SKIP
-        0.013
-    """
+    """Trains a model with an optimiser and the objective of a run."""
 
     def __init__(
         self,
@@ -149,7 +140,13 @@ class Trainer:
         self._options = options
         self._group = RankGroup() if group is None else group
         check_ranks(options.layout, self._group.size)
-        self._reference = _reference_of(model, reference, options, self._group)
+        is_copied = needs_copy(model, self._group.size)
+        if options.kl != 0 and is_copied and reference is None:
+            raise ConfigError(
+                f"kl={options.kl} compares with the run's initial weights and needs `reference`; pass a function that "
+                "makes the reference model, or set kl=0"
+            )
+        self._reference = None if options.kl == 0 else Reference(model, reference if is_copied else None, options)
         self._model = model
         self._is_between_updates = False
         self._updater = Updater(model, optim, options, group=self._group)
@@ -168,7 +165,7 @@ class Trainer:
 
     def _train(self, step: int, groups: Sequence[Group], on_progress: OnProgress | None) -> Trained:
         options, reference, kl = self._options, self._reference, None
-        groups = self.shaped(groups)
+        groups = self._shaped(groups)
         if reference is not None and options.kl_in == "reward":
             groups, kl = self._penalised(groups, reference)
         in_loss = reference if options.kl_in == "loss" else None
@@ -189,7 +186,7 @@ class Trainer:
             update=update,
         )
 
-    def shaped(self, groups: Sequence[Group]) -> Sequence[Group]:
+    def _shaped(self, groups: Sequence[Group]) -> Sequence[Group]:
         """Return the groups with the length penalty in their rewards."""
         options = self._options
         if options.overlong_buffer is None:
@@ -199,7 +196,7 @@ class Trainer:
 
     def differs(self, group: Group) -> bool:
         """Return whether a group's rewards, with the length penalty, differ, so that some advantages are not 0."""
-        return bool(self._batch(self.shaped([group]), keeps_equal=False).trained)
+        return bool(self._batch(self._shaped([group]), keeps_equal=False).trained)
 
     def _minibatches(self, batch: RlBatch) -> list[RlBatch]:
         """Split a batch into parts that get one update each."""
@@ -289,18 +286,3 @@ class Trainer:
             StateError: the state belongs to a model with other parameters.
         """
         self._updater.load_state(dict(state))
-
-
-def _reference_of(
-    model: nn.Module, make: MakeReference | None, options: RlOptions, group: RankGroup
-) -> Reference | None:
-    if options.kl == 0:
-        return None
-    if not needs_copy(model, group.size):
-        return Reference(model, None, options)
-    if make is None:
-        raise ConfigError(
-            f"kl={options.kl} compares with the run's initial weights and needs `reference`; pass a function that "
-            "makes the reference model, or set kl=0"
-        )
-    return Reference(model, make, options)

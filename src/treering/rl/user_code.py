@@ -67,7 +67,9 @@ def contained() -> Iterator[None]:
         if os.getpid() != process:
             # The code forked, so the block returns twice; only the original continues the run.
             os._exit(0)
-        _return_to(folder)
+        if folder is not None and _folder() != folder:
+            with suppress(OSError):
+                os.chdir(folder)
 
 
 def in_copy(call: Callable[[], str], time_limit_s: float) -> str | None:
@@ -184,12 +186,6 @@ def _folder() -> str | None:
         return os.getcwd()
     except FileNotFoundError:
         return None
-
-
-def _return_to(folder: str | None) -> None:
-    if folder is not None and _folder() != folder:
-        with suppress(OSError):
-            os.chdir(folder)
 
 
 def load_own(what: str, name: str, folders: Sequence[Path] = (Path(),)) -> ModuleType:

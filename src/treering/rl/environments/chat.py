@@ -44,10 +44,7 @@ class _Known:
 
 
 class ChatTokens:
-    """A tokenizer with its chat template; all episodes share it.
-
-    Example: with Qwen3's tokenizer, `prompt([{"role": "user", "content": "Hi"}])` ends in the opening of an answer.
-    """
+    """A tokenizer with its chat template; all episodes share it."""
 
     def __init__(self, tokenizer: Path, template: Template = "auto", date: Date | None = None) -> None:
         """Open the folder; `template` and `date` are as for `Renderer`.
@@ -273,12 +270,11 @@ def _key(message: Message) -> Message:
 
 def _canonical(call: ToolCall) -> str:
     """Return the arguments as JSON in one spelling; text that is not JSON stays as it is."""
+
+    def number(text: str) -> float | int:
+        return int(value) if (value := float(text)).is_integer() else value
+
     try:
-        return json.dumps(json.loads(call.arguments_text, parse_float=_number), sort_keys=True)
+        return json.dumps(json.loads(call.arguments_text, parse_float=number), sort_keys=True)
     except (ValueError, RecursionError):
         return call.arguments_text
-
-
-def _number(text: str) -> float | int:
-    value = float(text)
-    return int(value) if value.is_integer() else value

@@ -133,10 +133,7 @@ def collect_episodes(
 
 
 class EpisodeCollection:
-    """Collect the runs of a step, from any process and in any order.
-
-    Example: with 2 tasks in groups of 4 it has 8 requests, and `num_open` falls from 8 to 0 as `take` gets runs.
-    """
+    """Collect the runs of a step, from any process and in any order; `num_open` falls to 0 as `take` gets runs."""
 
     def __init__(
         self,
@@ -200,21 +197,29 @@ class EpisodeCollection:
 
     def result(self) -> Collected:
         """Return the groups, in order of tasks and agents."""
-        return _collected(self._prompts, list(self._runs.values()), self._task)
+        rank = {prompt.prompt_id: i for i, prompt in enumerate(self._prompts)}
+        runs = sorted(self._runs.values(), key=lambda run: (rank[run.key[0]], run.key[2]))
+        failed = _failed(runs)
+        kept = [run for run in runs if run.error is None]
+        names = dict.fromkeys(name for run in kept for name in run.numbers)
+        return Collected(
+            groups=tuple(group for prompt in self._prompts for group in _groups(prompt, kept)),
+            num_reward_errors=len(failed),
+            num_unscored=0,
+            num_empty=sum(not run.seats for run in kept),
+            num_overlong=sum(run.num_cut > 0 for run in kept),
+            num_turns=sum(run.num_calls for run in kept),
+            reward_errors=tuple(failed.values())[:NUM_MESSAGES],
+            error_counts=Counter(error.removeprefix(whose(key)) for key, error in failed.items()),
+            numbers={name: [run.numbers[name] for run in kept if name in run.numbers] for name in names},
+        )
 
 
 def check_failures(error_counts: Mapping[str, int], num_episodes: int, max_failed: float) -> None:
-    """Stop a run in which too many episodes failed.
-
-    Args:
-        error_counts: how often each cause occurred in a step.
-        num_episodes: episodes of the step.
-        max_failed: share of them that may fail.
+    """Stop a run in which more than a share of a step's episodes failed.
 
     Raises:
         StateError: more failed; the message names the commonest cause.
-
-    Example: with three of four failed and `max_failed` 0.5 it raises.
     """
     num_failed = sum(error_counts.values())
     # Compare quotients, because the setting is rounded like one: 0.29 * 100 is less than 29.
@@ -231,33 +236,14 @@ def _failed(runs: Iterable[Run]) -> dict[RolloutKey, str]:
     return {run.key: run.error for run in runs if run.error is not None}
 
 
-def _collected(prompts: Sequence[Prompt], runs: Sequence[Run], task: EnvironmentTask) -> Collected:
-    rank = {prompt.prompt_id: i for i, prompt in enumerate(prompts)}
-    runs = sorted(runs, key=lambda run: (rank[run.key[0]], run.key[2]))
-    failed = _failed(runs)
-    kept = [run for run in runs if run.error is None]
-    names = dict.fromkeys(name for run in kept for name in run.numbers)
-    return Collected(
-        groups=tuple(group for prompt in prompts for group in _groups(prompt, kept, task)),
-        num_reward_errors=len(failed),
-        num_unscored=0,
-        num_empty=sum(not run.seats for run in kept),
-        num_overlong=sum(run.num_cut > 0 for run in kept),
-        num_turns=sum(run.num_calls for run in kept),
-        reward_errors=tuple(failed.values())[:NUM_MESSAGES],
-        error_counts=Counter(error.removeprefix(whose(key)) for key, error in failed.items()),
-        numbers={name: [run.numbers[name] for run in kept if name in run.numbers] for name in names},
-    )
-
-
-def _groups(prompt: Prompt, runs: Sequence[Run], task: EnvironmentTask) -> list[Group]:
+def _groups(prompt: Prompt, runs: Sequence[Run]) -> list[Group]:
     """Return one group per agent, or an empty one if no run of the task trains anything."""
     own = [run for run in runs if run.key[0] == prompt.prompt_id]
     agents = dict.fromkeys(seat.agent for run in own for seat in run.seats)
-    return [_group(prompt, agent, own, task) for agent in agents] or [Group(prompt=prompt, rollouts=())]
+    return [_group(prompt, agent, own) for agent in agents] or [Group(prompt=prompt, rollouts=())]
 
 
-def _group(prompt: Prompt, agent: str, runs: Sequence[Run], task: EnvironmentTask) -> Group:
+def _group(prompt: Prompt, agent: str, runs: Sequence[Run]) -> Group:
     found = [(run, seat) for run in runs for seat in run.seats if seat.agent == agent]
     seats = [seat for _, seat in found]
     return Group(

@@ -26,14 +26,7 @@ from treering.engine.protocol import Engine, Rollout, RolloutKey, Sampling
 from treering.errors import StateError
 from treering.rl.collect import whose
 from treering.rl.environments.environment import EnvironmentTask, Outcome, as_outcome
-from treering.rl.environments.policy_calls import (
-    Branch,
-    CallLimits,
-    Policy,
-    Session,
-    TurnClock,
-    branches_of,
-)
+from treering.rl.environments.policy_calls import Call, CallLimits, Policy, Session, TurnClock, branches_of
 from treering.rl.user_code import in_words, location_of_frame
 from treering.types import PromptId, TokenIds
 
@@ -117,7 +110,8 @@ class EpisodeLoop(Closing):
         self._busy_since: float | None = time.monotonic()
         self._num_pauses = 0
         self._loop = asyncio.SelectorEventLoop(_Selector(self._note_idle, self._note_busy))
-        self._loop.set_exception_handler(_ignore)
+        # Nobody awaits errors of episodes that have ended.
+        self._loop.set_exception_handler(lambda loop, context: None)
         self._threads = DaemonThreads()
         self._loop.set_default_executor(self._threads)
         self._calls: dict[asyncio.Task[Any], set[Future[Any]]] = {}
@@ -258,16 +252,9 @@ def _cancelled(tasks: "set[asyncio.Task[Any]]") -> "set[asyncio.Task[Any]]":
     return tasks
 
 
-def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Ignore errors that nobody awaits, because their episodes have ended."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seat:
-    """Training data of one agent of a run.
-
-    Example: for a run with two branches, `rollouts` has two entries, both with the reward of the run.
-    """
+    """Training data of one agent of a run."""
 
     agent: str
     rollouts: tuple[Rollout, ...]
@@ -280,10 +267,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """A finished episode: its trained agents, or why it failed.
-
-    Example: a run that raised has no seats and an `error`.
-    """
+    """A finished episode: its trained agents, or why it failed."""
 
     key: RolloutKey
     seats: tuple[Seat, ...] = ()
@@ -303,18 +287,11 @@ class Run:
         return [rollout for seat in self.seats for rollout in seat.rollouts]
 
 
-def finished_run(session: Session, outcome: Outcome) -> Run:
-    """Return the run of an episode that has ended.
-
-    Args:
-        session: the episode's calls.
-        outcome: the coroutine's result; its agents and calls must exist (`unknown_names`).
-
-    Example: a run of three calls in one chat has one seat with one branch.
-    """
+def _finished_run(session: Session, outcome: Outcome) -> Run:
+    """Return the run of an episode that has ended."""
     calls = [session.calls[number] for number in sorted(session.calls)]
     agents = dict.fromkeys(call.agent for call in calls if session.trainable[call.agent])
-    seats = [_seat(session, agent, outcome) for agent in agents]
+    seats = [_seat(session, agent, [call for call in calls if call.agent == agent], outcome) for agent in agents]
     turns = session.clock.turns()
     wait_s = sum(turn.wait_s for turn in turns)
     numbers = {
@@ -334,11 +311,8 @@ def finished_run(session: Session, outcome: Outcome) -> Run:
     )
 
 
-def unknown_names(session: Session, outcome: Outcome) -> str | None:
-    """Return an error text for agents or calls that the outcome rewards but the run lacks, else None.
-
-    Example: `turn_rewards={7: 1.0}` after two calls gives a text that names call 7.
-    """
+def _unknown_names(session: Session, outcome: Outcome) -> str | None:
+    """Return an error text for agents or calls that the outcome rewards but the run lacks, else None."""
     agents = [name for name in outcome.rewards if name not in session.trainable]
     calls = [number for number in outcome.turn_rewards if number not in session.calls]
     if agents:
@@ -348,32 +322,30 @@ def unknown_names(session: Session, outcome: Outcome) -> str | None:
     return None
 
 
-def _seat(session: Session, agent: str, outcome: Outcome) -> Seat:
-    calls = [session.calls[number] for number in sorted(session.calls) if session.calls[number].agent == agent]
+def _seat(session: Session, agent: str, calls: Sequence[Call], outcome: Outcome) -> Seat:
     branches = branches_of(calls)
-    reward = float(outcome.rewards.get(agent, outcome.reward))
     worth = tuple(float(outcome.turn_rewards.get(call.number, 0.0)) for call in calls)
+    rollouts = [
+        Rollout(
+            prompt_id=session.prompt_id,
+            draw=session.draw,
+            sample=session.sample,
+            tokens=branch.tokens,
+            logprobs=branch.logprobs,
+            policy_logprobs=branch.policy_logprobs,
+            loss_mask=branch.loss_mask,
+            versions=branch.versions,
+            finish_reason="stop",
+            reward=float(outcome.rewards.get(agent, outcome.reward)),
+            routed_experts=branch.routed_experts,
+        )
+        for branch in branches
+    ]
     return Seat(
         agent=agent,
-        rollouts=tuple(_rollout(session, branch, reward) for branch in branches),
+        rollouts=tuple(rollouts),
         turns=tuple(branch.turns for branch in branches),
         turn_rewards=worth if any(worth) else (),
-    )
-
-
-def _rollout(session: Session, branch: Branch, reward: float) -> Rollout:
-    return Rollout(
-        prompt_id=session.prompt_id,
-        draw=session.draw,
-        sample=session.sample,
-        tokens=branch.tokens,
-        logprobs=branch.logprobs,
-        policy_logprobs=branch.policy_logprobs,
-        loss_mask=branch.loss_mask,
-        versions=branch.versions,
-        finish_reason="stop",
-        reward=reward,
-        routed_experts=branch.routed_experts,
     )
 
 
@@ -383,10 +355,7 @@ _BLOCKED_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
-    """An episode to run.
-
-    Example: `Episode(prompt_id="17+5", draw=0, sample=3, sampling=Sampling(max_tokens=512))`
-    """
+    """An episode to run."""
 
     prompt_id: PromptId
     """Id of its task."""
@@ -409,14 +378,7 @@ class Episode:
 
 
 class Episodes(Closing):
-    """Running episodes, started in order; the task's options limit how many run at a time.
-
-    Example:
-        >>> with Episodes(engine, task) as episodes:                                            # doctest: +SKIP
-        ...     episodes.start([Episode(prompt_id="q", draw=0, sample=0, sampling=sampling)])
-        ...     while not (ended := episodes.take(1.0)):
-        ...         pass
-    """
+    """Running episodes, started in order; the task's options limit how many run at a time."""
 
     def __init__(
         self, engine: Engine, task: EnvironmentTask, *, on_finished: Callable[[Rollout], None] | None = None
@@ -448,7 +410,11 @@ class Episodes(Closing):
         self._started = [each for each in self._started if not each.done() or each.exception() is not None]
         ranked = list(enumerate(episodes, self._num_started))
         self._num_started += len(ranked)
-        self._started.append(self._loop.start(self._all(ranked)))
+
+        async def run_all() -> None:
+            await asyncio.gather(*(self._one(rank, episode) for rank, episode in ranked))
+
+        self._started.append(self._loop.start(run_all()))
 
     def take(self, timeout_s: float) -> list[Run]:
         """Return the runs that have ended; wait up to `timeout_s` for the first.
@@ -457,7 +423,9 @@ class Episodes(Closing):
             StateError: an episode blocks the others.
             Exception: the engine's error.
         """
-        found = self._next(timeout_s)
+        found: list[Run] = []
+        with suppress(Empty):
+            found.append(self._ended.get(timeout=timeout_s))
         if not found:
             self._check_running()
         if self._host.error is not None:
@@ -483,12 +451,6 @@ class Episodes(Closing):
                 stacklevel=2,
             )
 
-    def _next(self, timeout_s: float) -> list[Run]:
-        try:
-            return [self._ended.get(timeout=timeout_s)]
-        except Empty:
-            return []
-
     @property
     def _max_busy_s(self) -> float:
         """Seconds that an episode may block the loop: its time limit, or the time for clean-up."""
@@ -508,9 +470,6 @@ class Episodes(Closing):
                 f"episodes share one event loop, and one has blocked it for {limit:g} s"
                 f"{'' if location is None else f' at {location}'}; await the slow call, or run it by asyncio.to_thread"
             )
-
-    async def _all(self, ranked: Sequence[tuple[int, Episode]]) -> None:
-        await asyncio.gather(*(self._one(rank, episode) for rank, episode in ranked))
 
     async def _one(self, rank: int, episode: Episode) -> None:
         async with self._slots:
@@ -542,10 +501,10 @@ class Episodes(Closing):
                 limit += f", and its clean-up did not end within {CLEAN_UP_S:g} s"
             return Run(key=episode.key, error=f"{whose(episode.key)}{limit}")
         found = running.result()
-        error = found if isinstance(found, str) else unknown_names(session, found)
+        error = found if isinstance(found, str) else _unknown_names(session, found)
         if isinstance(found, str) or error is not None:
             return Run(key=episode.key, error=f"{whose(episode.key)}{error}")
-        return finished_run(session, found)
+        return _finished_run(session, found)
 
     async def _outcome(self, session: Session) -> Outcome | str:
         """Return the result of the user's coroutine, or its error as text."""

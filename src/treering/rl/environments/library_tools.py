@@ -155,9 +155,6 @@ class StepEnvironment(Environment):
 def tool_schema(function: Callable[..., Any], name: str) -> Mapping[str, Any]:
     """Return the JSON schema of a method as a tool: its name, docstring and parameters.
 
-    Raises:
-        InputError: a parameter cannot be passed by name.
-
     Example: `def add(self, a: int, b: int = 0)` has integers "a" and "b", and only "a" is required.
     """
     hints = get_type_hints(function)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from treering.data.trajectory import ToolCall, Turn
 from treering.engine.host import EngineHost
-from treering.engine.protocol import FinishReason, Logprobs, Request, Rollout, Sampling, check_prompt
+from treering.engine.protocol import FinishReason, Request, Rollout, Sampling, check_prompt
 from treering.engine.sampling.noise import call_id
 from treering.errors import ContextFullError, InputError, StateError
 from treering.rl.environments.chat import (
@@ -53,7 +53,6 @@ class Call:
         return np.concatenate([self.context, self.rollout.tokens])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Branch:
     """A trajectory: a path with the calls that it trains.
 
@@ -61,23 +60,46 @@ class Branch:
     [-1, -1, 0, -1, 1].
     """
 
-    tokens: TokenIds
-    """int32 [T]."""
-    turns: NDArray[np.int32]
-    """int32 [T], index of the call that trains each token; -1 for tokens that are not trained here."""
-    logprobs: Logprobs
-    """float64 [T], as in `Rollout`; 0 for tokens that are not trained here."""
-    policy_logprobs: Logprobs
-    """float64 [T], likewise."""
-    versions: NDArray[np.int32]
-    """int32 [T], policy version that sampled each token or read it last."""
-    routed_experts: NDArray[np.int16] | None = None
-    """int16 [T - 1, layers, experts per token], those of the last call, which computed the whole path again."""
+    def __init__(self, last: Call) -> None:
+        """Take the path of its last call, without training any call."""
+        self.tokens = last.path
+        """int32 [T]."""
+        self.turns = np.full(self.tokens.size, -1, np.int32)
+        """int32 [T], index of the call that trains each token; -1 for tokens that are not trained here."""
+        self.logprobs, self.policy_logprobs = np.zeros(self.tokens.size), np.zeros(self.tokens.size)
+        """float64 [T] each, as in `Rollout`; 0 for tokens that are not trained here."""
+        self.routed_experts = last.rollout.routed_experts
+        """int16 [T - 1, layers, experts per token], those of the last call, which computed the whole path again."""
+        self.first = -1
+        """Index of the first trained call."""
+        self._versions = np.zeros(self.tokens.size, np.int32)
 
     @property
     def loss_mask(self) -> LossMask:
         """Bool [T], True for trained tokens."""
         return self.turns >= 0
+
+    @property
+    def versions(self) -> NDArray[np.int32]:
+        """int32 [T], policy version that sampled each token; read tokens get that of the next call, which read them."""
+        size = self.tokens.size
+        sampled = np.where(self.turns >= 0, np.arange(size), size - 1)
+        return self._versions[np.minimum.accumulate(sampled[::-1])[::-1]]
+
+    def takes(self, index: int, call: Call) -> bool:
+        """Train a call if it is on this path and no other call trains its tokens; return whether it is trained."""
+        num_read, rollout = call.context.size, call.rollout
+        own = slice(num_read, num_read + rollout.num_tokens)
+        is_on_path = np.array_equal(self.tokens[own], rollout.tokens) and np.array_equal(
+            self.tokens[:num_read], call.context
+        )
+        if not is_on_path or (self.turns[own] >= 0).any():
+            return False
+        self.first = index if self.first < 0 else min(self.first, index)
+        self.turns[own] = index
+        self.logprobs[own], self.policy_logprobs[own] = rollout.logprobs, rollout.policy_logprobs
+        self._versions[own] = call.rollout.versions
+        return True
 
 
 def branches_of(calls: Sequence[Call]) -> list[Branch]:
@@ -89,64 +111,15 @@ def branches_of(calls: Sequence[Call]) -> list[Branch]:
     Example: the calls [5] -> [6], [5, 6, 1] -> [7] and [5, 6, 2] -> [8] give two branches; the first trains 6 and 7,
     the second 8.
     """
-    asked = sorted(calls, key=lambda call: call.number)
+    found: list[Branch] = []
     # Longest first, so that no path begins with a later one.
-    order = sorted(range(len(asked)), key=lambda i: -asked[i].path.size)
-    open_branches: list[_OpenBranch] = []
-    for i in order:
-        path = asked[i].path
-        text = path.tobytes()
-        homes = (branch for branch in open_branches if branch.text.startswith(text) and branch.is_free(asked[i]))
-        if (home := next(homes, None)) is None:
-            home = _OpenBranch(path, text, asked[i].rollout.routed_experts)
-            open_branches.append(home)
-        home.take(i, asked[i])
-    return [branch.close() for branch in sorted(open_branches, key=lambda branch: min(branch.owned))]
-
-
-class _OpenBranch:
-    """A path to which calls are added."""
-
-    def __init__(self, path: TokenIds, text: bytes, routed_experts: NDArray[np.int16] | None) -> None:
-        self.text = text
-        self._routed_experts = routed_experts
-        self.owned: list[int] = []
-        self._path = path
-        self._turns = np.full(path.size, -1, np.int32)
-        self._logprobs, self._policy_logprobs = np.zeros(path.size), np.zeros(path.size)
-        self._versions = np.zeros(path.size, np.int32)
-
-    def is_free(self, call: Call) -> bool:
-        """Return whether no other call trains this call's tokens."""
-        return bool((self._turns[_sampled(call)] < 0).all())
-
-    def take(self, index: int, call: Call) -> None:
-        own = _sampled(call)
-        self.owned.append(index)
-        self._turns[own] = index
-        self._logprobs[own], self._policy_logprobs[own] = call.rollout.logprobs, call.rollout.policy_logprobs
-        self._versions[own] = call.rollout.versions
-
-    def close(self) -> Branch:
-        # Read tokens get the version of the next call, which read them.
-        read = self._versions[np.minimum.accumulate(_next_sampled(self._turns)[::-1])[::-1]]
-        return Branch(
-            tokens=self._path,
-            turns=self._turns,
-            logprobs=self._logprobs,
-            policy_logprobs=self._policy_logprobs,
-            versions=np.where(self._turns >= 0, self._versions, read).astype(np.int32),
-            routed_experts=self._routed_experts,
-        )
-
-
-def _next_sampled(turns: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return each sampled token's own index, and the last index for others; a path ends with a sampled token."""
-    return np.where(turns >= 0, np.arange(turns.size), turns.size - 1)
-
-
-def _sampled(call: Call) -> slice:
-    return slice(call.context.size, call.context.size + call.rollout.num_tokens)
+    for index, call in sorted(
+        enumerate(sorted(calls, key=lambda call: call.number)), key=lambda item: -item[1].path.size
+    ):
+        if not any(branch.takes(index, call) for branch in found):
+            found.append(Branch(call))
+            found[-1].takes(index, call)
+    return sorted(found, key=lambda branch: branch.first)
 
 
 _DIGITS = 4

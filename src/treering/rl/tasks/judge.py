@@ -6,9 +6,9 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import blake2b
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -82,34 +82,34 @@ class Judge(JudgeConfig):
         }
         data = json.dumps(body, sort_keys=True).encode()
         file = self.cache / f"{blake2b(data, digest_size=16).hexdigest()}.json"
-        reply = _kept(file)
-        if reply is None:
-            reply = self._ask(data)
-            self.cache.mkdir(parents=True, exist_ok=True)
-            write_text(file, json.dumps({"reply": reply}))
+        # A damaged file is asked for again.
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            return str(json.loads(file.read_bytes())["reply"])
+        reply = self._ask(data)
+        write_text(file, json.dumps({"reply": reply}))
         return reply
 
     def _ask(self, data: bytes) -> str:
         """Return the reply; retry temporary failures after 1, 2, 4, ... seconds."""
-        for attempt in range(self.num_retries):
+        for attempt in range(self.num_retries + 1):
+            is_last = attempt == self.num_retries
             try:
                 return self._attempt(data)
             except HTTPError as error:
-                if error.code not in _AGAIN:
-                    raise self._refused(error) from error
-            except (OSError, HTTPException):
-                pass
+                if is_last or error.code not in _AGAIN:
+                    text = error.read(200).decode(errors="replace")
+                    raise StateError(
+                        f"the judge at {self.url} refused with {error.code}: {text}; correct task.judge"
+                    ) from error
+            except (OSError, HTTPException) as error:
+                if is_last:
+                    raise StateError(
+                        f"the judge at {self.url} must answer within runtime.reward_time_limit_s = "
+                        f"{self.time_limit_s:g}, and it failed {plural(self.num_retries + 1, 'time')}, at last with "
+                        f"{type(error).__name__}: {error}; start it, or correct task.judge.url"
+                    ) from error
             time.sleep(2.0**attempt)
-        try:
-            return self._attempt(data)
-        except HTTPError as error:
-            raise self._refused(error) from error
-        except (OSError, HTTPException) as error:
-            raise StateError(
-                f"the judge at {self.url} must answer within runtime.reward_time_limit_s = "
-                f"{self.time_limit_s:g}, and it failed {plural(self.num_retries + 1, 'time')}, at last with "
-                f"{type(error).__name__}: {error}; start it, or correct task.judge.url"
-            ) from error
+        raise AssertionError
 
     def _attempt(self, data: bytes) -> str:
         headers = {"Content-Type": "application/json"}
@@ -126,18 +126,6 @@ class Judge(JudgeConfig):
         if not isinstance(text, str):
             raise StateError(f"a judge must answer with text, got {answer!r:.200}; raise its max_tokens")
         return text
-
-    def _refused(self, error: HTTPError) -> StateError:
-        text = error.read(200).decode(errors="replace")
-        return StateError(f"the judge at {self.url} refused with {error.code}: {text}; correct task.judge")
-
-
-def _kept(file: Path) -> str | None:
-    """Return the reply in a file, or None if the file is missing or damaged."""
-    try:
-        return str(json.loads(file.read_bytes())["reply"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def _number(reply: str, pattern: str | None) -> float:
@@ -157,12 +145,10 @@ def _text_of(value: Any) -> str:
     """Return a text as is, or join the text parts of a chat's messages."""
     if isinstance(value, str):
         return value
-    texts = [_content_of(message) for message in value]
+    texts = []
+    for message in value:
+        content = message.get("content") or ""
+        texts.append(content if isinstance(content, str) else "".join(part.get("text") or "" for part in content))
     if len(texts) == 1:
-        return texts[0]
+        return str(texts[0])
     return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(value, texts, strict=True))
-
-
-def _content_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)

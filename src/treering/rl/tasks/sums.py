@@ -111,25 +111,9 @@ class SumTask(Task):
     stop_symbols: ClassVar[str]
     """Symbols that end a turn."""
 
-    def __init__(
-        self,
-        num_prompts: int,
-        seed: int = 0,
-        *,
-        min_terms: int = 3,
-        max_terms: int = 5,
-        max_number: int = 99,
-        num_skipped: int = 0,
-    ) -> None:
-        """Draw the sums; arguments and errors are those of `TermsSpec`."""
-        self._spec = TermsSpec(
-            num_prompts=num_prompts,
-            seed=seed,
-            min_terms=min_terms,
-            max_terms=max_terms,
-            max_number=max_number,
-            num_skipped=num_skipped,
-        )
+    def __init__(self, num_prompts: int, seed: int = 0, **bounds: int) -> None:
+        """Draw the sums; `bounds` are the other fields of `TermsSpec`."""
+        self._spec = TermsSpec(num_prompts=num_prompts, seed=seed, **bounds)
         self._terms = draw_terms(self._spec)
         self._prompts = tuple(self._prompt(terms) for terms in self._terms)
 
@@ -169,8 +153,18 @@ class SumTask(Task):
 
     def solutions(self) -> list[TrainingTask]:
         """Return each prompt's correct trajectory for a supervised warm start, trained where the policy writes."""
-        pairs = zip(self._prompts, self._terms, strict=True)
-        return [self._solution(prompt, self.solution_parts(terms)) for prompt, terms in pairs]
+        found = []
+        for prompt, terms in zip(self._prompts, self._terms, strict=True):
+            parts = [(self.encode(text), is_trained) for text, is_trained in self.solution_parts(terms)]
+            masks = [np.full(tokens.size, is_trained) for tokens, is_trained in parts]
+            found.append(
+                TrainingTask(
+                    task_id=prompt.prompt_id,
+                    sequences=(np.concatenate([prompt.tokens, *(tokens for tokens, _ in parts)]),),
+                    loss_masks=(np.concatenate([np.zeros(prompt.tokens.size, bool), *masks]),),
+                )
+            )
+        return found
 
     @classmethod
     def encode(cls, text: str) -> TokenIds:
@@ -187,15 +181,6 @@ class SumTask(Task):
     def decode(cls, tokens: TokenIds) -> str:
         """Return the text of token ids; an id without a symbol becomes `UNKNOWN`."""
         return "".join(cls.symbols[i] if 0 <= i < len(cls.symbols) else UNKNOWN for i in tokens.tolist())
-
-    def _solution(self, prompt: Prompt, parts: Parts) -> TrainingTask:
-        encoded = [(self.encode(text), is_trained) for text, is_trained in parts]
-        masks = [np.full(tokens.size, is_trained) for tokens, is_trained in encoded]
-        return TrainingTask(
-            task_id=prompt.prompt_id,
-            sequences=(np.concatenate([prompt.tokens, *(tokens for tokens, _ in encoded)]),),
-            loss_masks=(np.concatenate([np.zeros(prompt.tokens.size, bool), *masks]),),
-        )
 
     def _prompt(self, terms: Terms) -> Prompt:
         tokens = self.encode(self.prompt_text(terms))
