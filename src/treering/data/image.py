@@ -80,10 +80,7 @@ class ImageData:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacedImage:
-    """An image in a sequence.
-
-    Example: `PlacedImage(start=3, image=image)` with 4 tokens covers the tokens 3 to 6.
-    """
+    """An image in a sequence."""
 
     start: int
     """Index of the first placeholder in the tokens of the sequence."""
@@ -146,10 +143,7 @@ MAX_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSource:
-    """An encoded image: its bytes, or a file that is read on demand.
-
-    Example: `ImageSource(content=Path("a.png").read_bytes()).read()` returns these bytes.
-    """
+    """An encoded image: its bytes, or a file that is read on demand."""
 
     content: bytes | memoryview | None = None
     """Bytes of a PNG, JPEG or other image file; None with `file`."""
@@ -258,11 +252,7 @@ def named_source(name: str, folder: Path, where: str) -> ImageSource:
 
 
 def base64_source(text: str, where: str) -> ImageSource:
-    """Return the image of a base64 text.
-
-    Raises:
-        InputError: the text is not base64, or too long.
-    """
+    """Return the image of a base64 text."""
     if len(text) > MAX_BYTES * 3 // 2:
         raise InputError(f"{where}: an image has at most {MAX_BYTES:,} bytes, and this text has more; make it smaller")
     try:
@@ -277,10 +267,7 @@ OpenImage = Callable[["StoredImage"], NDArray[np.float32]]
 
 
 class StoredImage(ImageData):
-    """`ImageData` whose values are decoded on access.
-
-    Example: ten thousand stored images take the memory of their metadata; a step decodes the images that it trains.
-    """
+    """`ImageData` whose values are decoded on access."""
 
     __slots__ = ("_open", "size", "source")
 
@@ -308,11 +295,7 @@ class StoredImage(ImageData):
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """Decoded and processed values, perhaps from a cache; see `ImageData.values`.
-
-        Raises:
-            InputError: the file is missing or has changed.
-        """
+        """Decoded and processed values, perhaps from a cache; see `ImageData.values`."""
         return self._open(self)
 
     def __repr__(self) -> str:
@@ -388,13 +371,7 @@ def _check_image(image: "PilImage", source: ImageSource) -> None:
 
 
 def thumbnail_uri(source: ImageSource) -> str:
-    """Return a data URI of the image as a JPEG of a few kilobytes, at most `MAX_SIDE` pixels wide and high.
-
-    Raises:
-        InputError: as `decoded`.
-
-    Example: `<img src="{thumbnail_uri(source)}">` shows the image without a request.
-    """
+    """Return a data URI of the image as a JPEG of a few kilobytes, at most `MAX_SIDE` pixels wide and high."""
     small = decoded(source).convert("RGB")
     small.thumbnail((MAX_SIDE, MAX_SIDE))
     stream = BytesIO()

@@ -21,10 +21,7 @@ MAX_EXPERTS = int(np.iinfo(np.int16).max)
 
 
 class RoutedTokens(NamedTuple):
-    """Distinct pairs of a token and its route.
-
-    Example: see `merge_routes`.
-    """
+    """Distinct pairs of a token and its route."""
 
     ids: Int32Array
     """int32 [F]: index of each token's pair."""

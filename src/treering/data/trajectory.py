@@ -34,11 +34,7 @@ def valid_text(text: str, where: str) -> str:
 
 
 def valid_texts(value: Any, where: str) -> None:
-    """Check every text of a JSON value, keys too.
-
-    Raises:
-        InputError: a text has lone surrogates.
-    """
+    """Check every text of a JSON value, keys too."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=dict)
     except (TypeError, ValueError):
@@ -454,8 +450,5 @@ def by_task(trajectories: Iterable[RenderedTrajectory]) -> list[list[RenderedTra
 
 
 def cut_images(images: Sequence[PlacedImage], num_tokens: int) -> tuple[PlacedImage, ...]:
-    """Return the images that are wholly within the first tokens of a sequence.
-
-    Example: of images at the tokens 2 to 5 and 8 to 11, the first is within the first 8 tokens.
-    """
+    """Return the images that are wholly within the first tokens of a sequence."""
     return tuple(placed for placed in images if placed.stop <= num_tokens)

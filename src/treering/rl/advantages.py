@@ -72,11 +72,7 @@ def scaled(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
 
 
 def unscaled(values: NDArray[np.float64], exponent: int) -> NDArray[np.float64]:
-    """Undo `scaled`.
-
-    Raises:
-        InputError: a number is too large for float64.
-    """
+    """Undo `scaled`."""
     with np.errstate(over="ignore"):
         restored: NDArray[np.float64] = np.ldexp(values, exponent)
     if not np.isfinite(restored).all():

@@ -107,8 +107,6 @@ def with_penalties(groups: Sequence[Group], penalties: Sequence[float]) -> list[
     """Return the groups with each rollout's penalty subtracted from its reward; penalties have groups in order.
 
     A run's reward loses the penalties of all its branches.
-
-    Example: a group with rewards [1, 0] and penalties [0.25, 0.5] gets the rewards [0.75, -0.5].
     """
     left = iter(penalties)
     return [_penalised(group, np.array([next(left) for _ in group.rollouts])) for group in groups]

@@ -180,10 +180,7 @@ class RolloutCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collected(RolloutCounts):
-    """Groups of a step, with counts.
-
-    Example: 2 prompts in groups of 4 with one failed reward give groups of 4 and 3 and `num_reward_errors` 1.
-    """
+    """Groups of a step, with counts."""
 
     groups: tuple[Group, ...]
     """One per prompt, and for an environment one per task and agent; in the order of the prompts."""

@@ -24,10 +24,7 @@ _SIZES, _SECONDS = _COSTS = ("costs.num_tokens", "costs.seconds")
 
 
 class Drafting:
-    """A history store and its drafter. Losing either costs speed and never changes a token.
-
-    Example: after `drafting.add(rollout)` and `drafting.publish()`, an engine with `drafting.drafter` drafts from it.
-    """
+    """A history store and its drafter. Losing either costs speed and never changes a token."""
 
     def __init__(self, options: DraftOptions | None = None, folder: Path | None = None) -> None:
         """Open a store: in `folder`, for other processes to read (its old history is dropped), or in memory.
@@ -134,10 +131,7 @@ class Drafting:
 
 
 def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
-    """Make a drafter that reads a store, or the folder of another process's store.
-
-    Example: two engines use two drafters of one store; each learns from its own rows.
-    """
+    """Make a drafter that reads a store, or the folder of another process's store."""
     return Drafter(
         store,
         max_draft=options.max_draft,
@@ -147,11 +141,7 @@ def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
 
 
 def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:
-    """Return the costs of saved columns, or None without them.
-
-    Raises:
-        InputError: invalid columns.
-    """
+    """Return the costs of saved columns, or None without them."""
     if not set(_COSTS) <= columns.keys():
         return None
     return VerifyCosts(num_tokens=columns[_SIZES], seconds=columns[_SECONDS])

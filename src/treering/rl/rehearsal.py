@@ -121,18 +121,12 @@ class Rehearsal:
 
 
 def with_rehearsed(requests: Sequence[Request], tokens: Mapping[RolloutKey, TokenIds]) -> list[Request]:
-    """Return the requests with the rehearsed tokens of each.
-
-    Example: with {("q", 1, 0): [7, 8]} that request has `rehearsed` [7, 8], and the others have none.
-    """
+    """Return the requests with the rehearsed tokens of each."""
     return [replace(each, rehearsed=tokens[each.key]) if each.key in tokens else each for each in requests]
 
 
 def with_kept(rollout: Rollout, tokens: Mapping[RolloutKey, TokenIds]) -> Rollout:
-    """Return a finished rollout with how many of its rehearsed tokens it kept, if there are any.
-
-    Example: if [7, 8, 9] were rehearsed and the rollout is [7, 8, 3, 1], it has `rehearsed` (3, 2).
-    """
+    """Return a finished rollout with how many of its rehearsed tokens it kept, if there are any."""
     early = tokens.get(rollout.key)
     if early is None:
         return rollout

@@ -173,10 +173,7 @@ class RlStepReport:
 
 
 def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_groups: int) -> RolloutReport:
-    """Summarise the collected groups.
-
-    Example: groups with rewards [1, 0] and [1, 1] have a mean of 0.75 and a standard deviation of 0.433.
-    """
+    """Summarise the collected groups."""
     all_rewards, exponent = scaled(np.concatenate([np.zeros(0), *(group.returns for group in collected.groups)]))
     lengths: Sequence[int] = [rollout.num_tokens for group in collected.groups for rollout in group.rollouts]
     return RolloutReport(

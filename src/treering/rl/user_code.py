@@ -137,10 +137,7 @@ def location_of_frame(frame: FrameType) -> str | None:
 
 
 def location_of_function(function: object) -> str:
-    """Return the "FILE:LINE" where a function begins, or its name if it is not a Python function.
-
-    Example: "rewards.py:3" for a function in the current folder, "len" for `len`.
-    """
+    """Return the "FILE:LINE" where a function begins, or its name if it is not a Python function."""
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     if code is None:
         return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -27,10 +27,7 @@ from treering.types import TokenIds
 
 
 class DataNotes:
-    """Counts of trajectories and tokens, from which `sentences` makes notes to the user.
-
-    Example: after two trajectories of tokens, one without a loss_mask, the note says "1 of 2".
-    """
+    """Counts of trajectories and tokens, from which `sentences` makes notes to the user."""
 
     def __init__(self) -> None:
         self._num_ids = self._num_bare = 0
@@ -243,9 +240,6 @@ def build(
     """Write the arrays of a file or folder of trajectories into the existing `folder`.
 
     Warnings are returned with the facts, not given. A large file is rendered by `num_workers` processes.
-
-    Raises:
-        InputError: as `read_trajectories` and `Renderer.render`.
     """
     reader = RecordReader(str(path), options.format, options.failed)
     notes, num_trajectories, num_rejected, num_chats = DataNotes(), 0, 0, renderer.counts.num_chats
@@ -279,11 +273,7 @@ def build(
 
 
 def check_no_pairs(path: Path, num_rejected: int) -> None:
-    """Refuse preference pairs for supervised training, which would train the rejected answers too.
-
-    Raises:
-        InputError: `num_rejected` is not 0.
-    """
+    """Refuse preference pairs for supervised training, which would train the rejected answers too."""
     if num_rejected:
         raise InputError(
             f"{path}: supervised training would train the rejected answers of preference pairs too; use "

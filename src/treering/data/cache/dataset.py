@@ -65,10 +65,7 @@ IMAGE = np.dtype(
 
 
 class ArrayWriter:
-    """Writer of a dataset's files, which are whole at the end of its `with` statement.
-
-    Example: `with ArrayWriter(folder) as writer: writer.add(renderer.render_batch(trajectories))`.
-    """
+    """Writer of a dataset's files, which are whole at the end of its `with` statement."""
 
     def __init__(self, folder: Path) -> None:
         """Write to an existing folder."""
@@ -176,10 +173,7 @@ class ImageWriter:
 
 
 class MappedArray:
-    """An array file mapped into memory; `release` frees its pages.
-
-    Example: `MappedArray(folder / "tokens.npy").values[:5]` reads one page of the file.
-    """
+    """An array file mapped into memory; `release` frees its pages."""
 
     def __init__(self, file: Path) -> None:
         # A private copy is writable, which the signatures of compiled functions require.

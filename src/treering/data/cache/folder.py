@@ -54,9 +54,6 @@ def drafted(folder: Path) -> Iterator[Path]:
     """Create a draft in `folder`, which is removed at the end of the block unless `publish` has renamed it.
 
     Drafts of killed processes are removed first. Several processes may write drafts at once.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _clear_drafts(folder, older_than_s=_YOUNG_S)
@@ -76,9 +73,6 @@ def publish(draft: Path, target: Path, facts: Mapping[str, Any]) -> None:
     """Seal a draft with checksums and rename it to `target`, which readers find whole or not at all.
 
     Something else with that name is removed, unless another process has just published the same cache.
-
-    Raises:
-        OSError: the disk is full.
     """
     seal(draft, facts)
     try:

@@ -44,9 +44,6 @@ def cache_key(path: Path, renderer: Renderer, options: Mapping[str, Any]) -> str
     The contents are read, because time stamps can lie. The key also covers the code of `treering.data` and the versions
     of the packages that render.
 
-    Raises:
-        OSError: a file cannot be read.
-
     Example: a copy of a file under another name with the same ending has the same key.
     """
     versions = versions_of(_PACKAGES)
@@ -161,8 +158,6 @@ def open_built(
         make: writes the arrays with an `ArrayWriter`; it may be called twice.
         folder: folder of caches; None disables the cache.
         may_grow: whether the file may change meanwhile, which disables the cache.
-
-    Example: `open_built(file, renderer, {"kind": "prompts"}, make, folder=cache_folder()).tokens(0)`.
     """
     # Taken before the key is computed, so that the cache never has other contents than its key.
     before = _stamps(file)
@@ -186,11 +181,7 @@ def open_built(
 
 @contextmanager
 def unchanged(file: Path) -> Iterator[None]:
-    """Check at the end of the block that a file or folder of records has not changed.
-
-    Raises:
-        InputError: it has changed.
-    """
+    """Check at the end of the block that a file or folder of records has not changed."""
     before = _stamps(file)
     yield
     _check_unchanged(file, before)

@@ -34,11 +34,7 @@ def missing_parts(file: Path) -> list[str]:
 
 
 def check_parts(folder: Path, files: Iterable[Path]) -> None:
-    """Check that no part of a dataset is missing.
-
-    Raises:
-        InputError: parts are missing; the message names the first one and their number.
-    """
+    """Check that no part of a dataset is missing."""
     missing = sorted({name for file in files for name in missing_parts(file)})
     if missing:
         raise InputError(
@@ -48,11 +44,7 @@ def check_parts(folder: Path, files: Iterable[Path]) -> None:
 
 
 def warn_missing_parts(file: Path) -> None:
-    """Warn if the file is a part of a dataset and other parts are missing.
-
-    Warns:
-        DataWarning: parts are missing; the message names the first one and their number.
-    """
+    """Warn if the file is a part of a dataset and other parts are missing."""
     if missing := missing_parts(file):
         warnings.warn(f"{file}: this is a part of a dataset, and {_listed(missing)}", DataWarning, stacklevel=3)
 
@@ -84,12 +76,7 @@ def is_dataset_folder(folder: Path) -> bool:
 
 
 def table_records(file: Path, position: ReadPosition | None = None) -> Iterator[tuple[str, object]]:
-    """Yield each row of a table with its location; keys with null values inside objects are dropped.
-
-    Raises:
-        InputError: the file is damaged.
-        MissingExtraError: pyarrow is missing.
-    """
+    """Yield each row of a table with its location; keys with null values inside objects are dropped."""
     require(f"{file.name}, a table of Parquet or Arrow,", "pyarrow")
     import pyarrow
 

@@ -115,11 +115,7 @@ def decode(record: object) -> Trajectory:
 
 
 def decode_scalars(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode trial, reward, advantage, step, epoch and version, by name.
-
-    Raises:
-        InputError: a value has another type.
-    """
+    """Decode trial, reward, advantage, step, epoch and version, by name."""
     return {
         **{key: integer_field(record, key) for key in ("trial", "step", "epoch", "version")},
         **{key: number_field(record, key) for key in ("reward", "advantage")},
@@ -156,11 +152,7 @@ def _is_message(record: Mapping[str, Any], value: object) -> bool:
 
 
 def decode_task_id(record: Mapping[str, Any], key: str = "task_id") -> TaskId | None:
-    """Return the task id of a record; None if it is null or absent.
-
-    Raises:
-        InputError: the id is empty, or neither text nor an integer.
-    """
+    """Return the task id of a record; None if it is null or absent."""
     value = record.get(key)
     if value is None:
         return None
@@ -198,8 +190,6 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
 
     Raises:
         InputError: the trajectory has images.
-
-    Example: a trajectory of task 3 with tokens 5 and 6 becomes `{"task_id": 3, "format": "chat", "tokens": [5, 6]}`.
     """
     if trajectory.images or any(message.images for message in trajectory.messages or ()):
         raise InputError("a trajectory with images is not written to a file; keep the file that it was read from")

@@ -35,11 +35,7 @@ _NEAR_END = 16
 def document_records(
     path: Path, parse_float: Callable[[str], float] | None = None, position: ReadPosition | None = None
 ) -> Iterator[tuple[str, object]]:
-    """Yield the records of an array with their locations, "FILE: record N", or the one record of another document.
-
-    Raises:
-        InputError: the JSON is broken, as "FILE:LINE: rule, value, fix"; earlier records have been yielded.
-    """
+    """Yield the records of an array with their locations, "FILE: record N", or the one record of another document."""
     try:
         if next((part.lstrip()[:1] for part in content_parts(path) if part.strip()), b"") != b"[":
             yield str(path), json.loads(b"".join(content_parts(path, position)), parse_float=parse_float)
@@ -199,10 +195,7 @@ def read_records(
 
 
 def record_files(folder: Path) -> list[Path]:
-    """Return the record files in a folder, sorted by name; an empty list for a folder with a table dataset.
-
-    Example: a folder with `b.jsonl.gz`, `a.jsonl` and `README.md` has `a.jsonl` and `b.jsonl.gz`.
-    """
+    """Return the record files in a folder, sorted by name; an empty list for a folder with a table dataset."""
     if is_dataset_folder(folder):
         return []
     return sorted(file for file in folder.iterdir() if _ENDING.search(file.name.lower()) and file.is_file())
@@ -213,8 +206,6 @@ def source_files(path: Path) -> list[Path]:
 
     A dataset has all files of its folder and its subfolders, except hidden files. A folder without records has none.
     Links are followed.
-
-    Example: a folder with `data/train-00000-of-00001.parquet` and `README.md` has both files.
     """
     if not path.is_dir():
         return [path]

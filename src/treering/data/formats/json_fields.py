@@ -19,13 +19,7 @@ from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
 
 
 def text_field(record: Mapping[str, Any], key: str, where: str | None = None) -> str | None:
-    """Return the text of a field, None if it is null or absent; `where` names it in errors.
-
-    Raises:
-        InputError: the value is not text, or has lone surrogates, which tokenizers refuse.
-
-    Example: `text_field({"role": "user"}, "role")` is "user".
-    """
+    """Return the text of a field, None if it is null or absent; `where` names it in errors."""
     value = record.get(key)
     if value is None:
         return None
@@ -35,11 +29,7 @@ def text_field(record: Mapping[str, Any], key: str, where: str | None = None) ->
 
 
 def integer_field(record: Mapping[str, Any], key: str) -> int | None:
-    """Return the whole number of a field, None if it is null or absent; 3.0 counts as 3.
-
-    Raises:
-        InputError: the value is not a whole number.
-    """
+    """Return the whole number of a field, None if it is null or absent; 3.0 counts as 3."""
     value = record.get(key)
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -49,11 +39,7 @@ def integer_field(record: Mapping[str, Any], key: str) -> int | None:
 
 
 def number_field(record: Mapping[str, Any], key: str) -> float | None:
-    """Return the number of a field as float, None if it is null or absent.
-
-    Raises:
-        InputError: the value is not a number.
-    """
+    """Return the number of a field as float, None if it is null or absent."""
     value = record.get(key)
     if value is None:
         return None
@@ -80,11 +66,7 @@ def placed(where: str) -> Iterator[None]:
 
 
 def parsed(value: object, where: str) -> Any:
-    """Return the value of a JSON text, in which tables and some tools store lists and objects; other values unchanged.
-
-    Raises:
-        InputError: the text is not JSON.
-    """
+    """Return the value of a JSON text, in which tables and some tools store lists and objects; else the value."""
     if not isinstance(value, str):
         return value
     try:
@@ -94,11 +76,7 @@ def parsed(value: object, where: str) -> Any:
 
 
 def array(name: str, value: object) -> list[Any]:
-    """Check that a value is a list and return it.
-
-    Raises:
-        InputError: the value is not a list.
-    """
+    """Check that a value is a list and return it."""
     if not isinstance(value, list):
         raise InputError(f"{name} must be a list, got {show(value)}; wrap it in one")
     return value
@@ -119,10 +97,7 @@ def is_blank(value: object) -> bool:
 
 
 def filled(record: Mapping[str, Any], keys: Container[str]) -> list[str]:
-    """Return the keys of a record that are in `keys` and have values that are not blank, in the record's order.
-
-    Example: `filled({"a": 1, "b": None, "c": 2}, "ab")` is `["a"]`.
-    """
+    """Return the keys of a record that are in `keys` and have values that are not blank, in the record's order."""
     return [key for key, value in record.items() if key in keys and not is_blank(value)]
 
 
@@ -191,13 +166,7 @@ def are_logprobs(key: str, value: object) -> bool:
 
 
 def decode_tokens(record: Mapping[str, Any]) -> TokenIds | None:
-    """Return the token ids of a record, int32 [T]; None if it has none.
-
-    Raises:
-        InputError: ids are not integers in range, two fields differ, or there is padding.
-
-    Example: `{"input_ids": [5, 6]}` has the tokens [5, 6].
-    """
+    """Return the token ids of a record, int32 [T]; None if it has none."""
     given = {key: record[key] for key in TOKEN_KEYS if record.get(key) is not None}
     if not given:
         return None
@@ -215,11 +184,7 @@ def decode_tokens(record: Mapping[str, Any]) -> TokenIds | None:
 
 
 def token_ids(value: object, key: str) -> TokenIds:
-    """Return token ids as int32 [T]; `key` names the field in errors.
-
-    Raises:
-        InputError: the value is not a list of integers in range.
-    """
+    """Return token ids as int32 [T]; `key` names the field in errors."""
     for i, token in enumerate(array(key, value)):
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             raise InputError(f"{key}[{i}] must be an integer in [0, {MAX_TOKEN_ID}], got {show(token)}; correct it")
@@ -254,11 +219,7 @@ def decode_loss_mask(record: Mapping[str, Any], tokens: TokenIds | None) -> Loss
 
 
 def decode_floats(record: Mapping[str, Any], key: str) -> npt.NDArray[np.float64] | None:
-    """Return a field with one number per token as float64 [T]; None if it is null or absent.
-
-    Raises:
-        InputError: the value is not a list of numbers.
-    """
+    """Return a field with one number per token as float64 [T]; None if it is null or absent."""
     value = record.get(key)
     if value is None:
         return None
@@ -269,11 +230,7 @@ def decode_floats(record: Mapping[str, Any], key: str) -> npt.NDArray[np.float64
 
 
 def decode_routes(record: Mapping[str, Any], tokens: TokenIds | None) -> npt.NDArray[np.int16] | None:
-    """Return the experts that each token of a record with `routed_experts` was routed to; see `as_routes`.
-
-    Raises:
-        InputError: the value is not lists of expert numbers, one row per token, or there are no tokens.
-    """
+    """Return the experts that each token of a record with `routed_experts` was routed to; see `as_routes`."""
     if tokens is None:
         raise InputError("routed_experts has one entry per token and messages were given; give tokens instead")
     try:
@@ -305,11 +262,7 @@ def check_masks_are_known(record: Mapping[str, Any], *, but: Collection[str] = (
 
 
 def decode_mask(value: object, key: str) -> LossMask:
-    """Return a mask, bool [T], from a list of 0, 1, true or false.
-
-    Raises:
-        InputError: an entry has another value.
-    """
+    """Return a mask, bool [T], from a list of 0, 1, true or false."""
     for i, entry in enumerate(array(key, value)):
         if type(entry) not in (int, bool, float) or entry not in (0, 1):
             raise InputError(f"{key}[{i}] must be 0, 1, true or false, got {show(entry)}; correct it")

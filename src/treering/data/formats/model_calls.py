@@ -55,10 +55,7 @@ class TokenCall:
 
 
 def as_context(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Return the messages with `trained` False in the assistant's.
-
-    Example: an assistant's message in a prompt is not trained, because the policy did not write it in this call.
-    """
+    """Return the messages with `trained` False in the assistant's."""
     return tuple(replace(message, trained=False) if message.is_trained else message for message in messages)
 
 
@@ -184,9 +181,6 @@ def token_calls(records: Sequence[object], keys: tuple[str, str, str], where: Ca
     """Return the calls of records if all have ids; else an empty list, so that all are read as text.
 
     `where` returns the location of a record for its index.
-
-    Raises:
-        InputError: as `token_call`.
     """
     known = [one for one in records if isinstance(one, dict) and not any(is_blank(one.get(key)) for key in keys[:2])]
     return [token_call(one, keys, where(i)) for i, one in enumerate(known)] if len(known) == len(records) else []

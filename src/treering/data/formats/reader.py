@@ -261,10 +261,7 @@ def read_trajectories(
 
 
 class RecordReader:
-    """Decoder of the records of one file, which all have one format; collects warnings about the file.
-
-    Example: `RecordReader("a.jsonl").decode("a.jsonl:1", {"task_id": 1, "tokens": [5]})` is a list of one trajectory.
-    """
+    """Decoder of the records of one file, which all have one format; collects warnings about the file."""
 
     def __init__(
         self,
@@ -276,9 +273,6 @@ class RecordReader:
         """Set up a reader.
 
         `source` is the file's name, with which warnings begin. The other arguments are those of `read_trajectories`.
-
-        Raises:
-            InputError: the format is unknown.
         """
         if format not in ("auto", *FORMATS):
             raise InputError(f"format is auto or one of {', '.join(FORMATS)}, got {format!r}; correct it")
@@ -293,11 +287,7 @@ class RecordReader:
         self._tallies: dict[type[Any], Any] = {}
 
     def decode(self, where: str, record: object) -> list[Trajectory]:
-        """Return the trajectories of a record; errors begin with `where`.
-
-        Raises:
-            InputError: the record is bad.
-        """
+        """Return the trajectories of a record; errors begin with `where`."""
         self._num_records += 1
         note = Note(self._tallies)
         found: list[Trajectory] = []
@@ -318,11 +308,7 @@ class RecordReader:
         self._tallies.clear()
 
     def warn(self) -> None:
-        """Give the collected warnings.
-
-        Warns:
-            DataWarning: each sentence once, with the number of its records.
-        """
+        """Give the collected warnings."""
         counted = [f"{note} ({count} of {plural(self._num_records, 'record')})" for note, count in self._notes.items()]
         for note in counted + [sentence for tally in self._tallies.values() for sentence in tally.notes()]:
             warnings.warn(f"{self._source}: {note}", DataWarning, stacklevel=3)

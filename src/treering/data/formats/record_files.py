@@ -23,10 +23,7 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class ReadPosition:
-    """Count of the stored bytes that readers have read from a file or folder.
-
-    Example: at the end of a gzip file of 1,000 bytes, `num_read` is 1,000.
-    """
+    """Count of the stored bytes that readers have read from a file or folder."""
 
     def __init__(self) -> None:
         self.num_read = 0
@@ -59,11 +56,7 @@ def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Traj
 
 
 def write_lines(file: Path, lines: Iterable[bytes]) -> None:
-    """Write or replace a file of lines atomically; compress it if its name ends in .gz.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write or replace a file of lines atomically; compress it if its name ends in .gz."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as stream:
@@ -151,11 +144,7 @@ def is_json(text: bytes) -> bool:
 
 
 def content_parts(file: Path, position: ReadPosition | None = None) -> Iterator[bytes]:
-    """Yield the content of a file in parts, decompressed, without a byte order mark.
-
-    Raises:
-        InputError: as `numbered_lines`.
-    """
+    """Yield the content of a file in parts, decompressed, without a byte order mark."""
     with _reading(file), _open_file(file, position) as stream:
         part = stream.read(_PART_BYTES).removeprefix(codecs.BOM_UTF8)
         while part:
@@ -164,11 +153,7 @@ def content_parts(file: Path, position: ReadPosition | None = None) -> Iterator[
 
 
 def first_bytes(file: Path, count: int) -> bytes:
-    """Return the first stored bytes of a regular file, at most `count`.
-
-    Raises:
-        InputError: the file cannot be read or is not a regular file.
-    """
+    """Return the first stored bytes of a regular file, at most `count`."""
     with _reading(file):
         # Opening a pipe would wait for its writer.
         if not stat.S_ISREG(os.stat(file).st_mode):

@@ -57,10 +57,7 @@ class RecordFormat:
 
 
 def has_keys(*keys: str) -> Sign:
-    """Return a rule that holds if all keys have values.
-
-    Example: `has_keys("message_log")` recognises `{"message_log": [...]}`.
-    """
+    """Return a rule that holds if all keys have values."""
     return lambda record, filled: filled >= set(keys)
 
 
@@ -83,9 +80,6 @@ def task_of(
 ) -> TaskId:
     """Return the id under the first of `keys` that the record has; else a hash of the first prompt, with a note.
 
-    Raises:
-        InputError: the id is neither text nor an integer.
-
     Example: the task of `{"id": "x1", "instance_id": "django-1"}` is "django-1".
     """
     task_id = named_task(record, keys)
@@ -96,9 +90,5 @@ def task_of(
 
 
 def named_task(record: Mapping[str, Any], keys: Sequence[str] = TASK_KEYS) -> TaskId | None:
-    """Return the id under the first of `keys` that the record has; None if it has none.
-
-    Raises:
-        InputError: the id is neither text nor an integer.
-    """
+    """Return the id under the first of `keys` that the record has; None if it has none."""
     return next((found for key in keys if (found := decode_task_id(record, key)) is not None), None)

@@ -56,9 +56,6 @@ def with_images(record: Mapping[str, Any], folder: Path, where: str, note: Calla
 
     Raises:
         InputError: an image is a network address, images and placeholders differ in number, or a part is malformed.
-
-    Example: the part `{"type": "image_url", "image_url": {"url": "a.png"}}` becomes
-    `{"type": "image_source", "image_source": ImageSource(folder=folder, file="a.png")}`.
     """
     columns = [key for key in COLUMNS if not is_blank(record.get(key))]
     found = dict(record)

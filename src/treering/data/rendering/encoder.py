@@ -53,10 +53,7 @@ class Script:
     markers, and not inside a span."""
 
     def pieces(self) -> "list[Script]":
-        """Split the script at its cuts.
-
-        Example: "ab" with the cut 1 and the span (1, 2) becomes "a", and "b" with the span (0, 1).
-        """
+        """Split the script at its cuts."""
         if not self.cuts:
             return [self]
         found = []
@@ -106,10 +103,7 @@ def raw_script(messages: Sequence[Message]) -> Script:
 
 
 def join_scripts(scripts: Iterable[Script]) -> Script:
-    """Join scripts and shift their spans; special tokens are allowed anywhere if one script allows that.
-
-    Example: "ab" without span and "cd" with the span (0, 2) join to "abcd" with the span (2, 4).
-    """
+    """Join scripts and shift their spans; special tokens are allowed anywhere if one script allows that."""
     texts: list[str] = []
     spans: list[Span] = []
     markers: list[Span] | None = []
@@ -175,10 +169,7 @@ _NO_TURN = np.zeros(0, np.int32)
 
 
 def join_encoded(parts: Sequence[EncodedScript]) -> EncodedScript:
-    """Join encoded scripts and shift their turn ends.
-
-    Example: 3 tokens without a turn and 2 tokens with turn end 2 join to 5 tokens with turn end 5.
-    """
+    """Join encoded scripts and shift their turn ends."""
     starts = accumulate((part.tokens.size for part in parts), initial=0)
     turn_ends = [part.turn_ends + start for part, start in zip(parts, starts, strict=False) if part.turn_ends.size]
     return EncodedScript(
@@ -195,10 +186,7 @@ _BATCH_CHARS = 1 << 22
 
 
 class Encoder:
-    """A tokenizer folder, opened once.
-
-    Example: `Encoder(Path("qwen3")).encode([[Script(text="Hi", spans=(Span(0, 2),))]])[0].loss_mask` is `[True]`.
-    """
+    """A tokenizer folder, opened once."""
 
     def __init__(self, folder: Path) -> None:
         """Open `folder/tokenizer.json`, or raise ConfigError if it is missing or broken."""
@@ -380,10 +368,7 @@ def open_tokenizer(folder: Path) -> "Tokenizer":
 
 
 def with_begin(tokens: TokenIds, begin: TokenIds) -> TokenIds:
-    """Prepend the begin tokens of a tokenizer unless the tokens begin with them.
-
-    Example: with the begin `[1]`, `[5, 6]` and `[1, 5, 6]` both become `[1, 5, 6]`.
-    """
+    """Prepend the begin tokens of a tokenizer unless the tokens begin with them."""
     has_started = not begin.size or np.array_equal(tokens[: begin.size], begin)
     return tokens if has_started else np.concatenate([begin, tokens])
 

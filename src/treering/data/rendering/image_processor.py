@@ -97,11 +97,7 @@ _MEDIA_KEYS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower
 
 
 def takes_images(folder: Path) -> bool:
-    """Return whether a folder's model takes images, videos or sound.
-
-    Raises:
-        ConfigError: its config.json is not a JSON object.
-    """
+    """Return whether a folder's model takes images, videos or sound."""
     has_processor = any((folder / name).is_file() for name in PROCESSOR_FILES)
     return has_processor or bool(read_settings(folder / "config.json").keys() & set(_MEDIA_KEYS))
 
@@ -124,11 +120,7 @@ class ImageProcessor:
 
     @cached_property
     def placeholder(self) -> Placeholder:
-        """The text of an image for this model.
-
-        Raises:
-            ConfigError: the folder has no processor, or one of another family.
-        """
+        """The text of an image for this model."""
         return self._family.placeholder(named_tokens(self.folder))
 
     def image(self, source: ImageSource) -> StoredImage:
@@ -146,11 +138,7 @@ class ImageProcessor:
         return StoredImage(source=source, open_image=self.values, **self._known[key])
 
     def values(self, image: StoredImage) -> NDArray[np.float32]:
-        """Return the values of an image from the cache, or process it again.
-
-        Raises:
-            InputError: the values differ from before.
-        """
+        """Return the values of an image from the cache, or process it again."""
         held = self._held.get(image.digest)
         if held is not None:
             self._held.move_to_end(image.digest)
@@ -241,10 +229,6 @@ def check_images(chat: RenderedChat, written: str) -> None:
 
     Each text has the placeholders of all earlier messages, so the first placeholder belongs to the first image, and so
     on.
-
-    Args:
-        chat: the chat.
-        written: text that the template writes for an image.
 
     Raises:
         InputError: the template drops or repeats images, or a text contains the placeholder.

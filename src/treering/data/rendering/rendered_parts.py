@@ -158,10 +158,7 @@ def _text_variants(text: str) -> list[str]:
 
 
 def common_length(one: str, other: str) -> int:
-    """Return the length of the longest common prefix of two texts.
-
-    Example: it is 2 for "abc" and "abd".
-    """
+    """Return the length of the longest common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

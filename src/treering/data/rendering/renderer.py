@@ -162,11 +162,7 @@ class Renderer:
         return found
 
     def warn(self) -> None:
-        """Give the warnings on the trajectories since the last call.
-
-        Warns:
-            DataWarning: the plain form drops tools, or a template turns text of the data into special tokens.
-        """
+        """Give the warnings on the trajectories since the last call."""
         counts, self.counts = self.counts, RenderCounts(num_chats=self.counts.num_chats)
         if counts.num_without_tools:
             _warn("the plain form and raw text leave tools out; a policy that was shown them needs a chat template")
@@ -322,11 +318,7 @@ class Renderer:
 
     @cached_property
     def processor(self) -> ImageProcessor:
-        """Image processor of the model, in the folder of the tokenizer.
-
-        Raises:
-            InputError: there is no tokenizer.
-        """
+        """Image processor of the model, in the folder of the tokenizer."""
         return ImageProcessor(self._checked_folder)
 
     @property
@@ -474,11 +466,7 @@ def given(trajectory: Trajectory) -> EncodedScript:
 
 
 def rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> RenderedTrajectory:
-    """Return the encoded tokens with the trajectory's metadata.
-
-    Raises:
-        InputError: there are no tokens.
-    """
+    """Return the encoded tokens with the trajectory's metadata."""
     if encoded.tokens.size == 0:
         raise InputError(f"a trajectory needs text, got only empty messages in task {trajectory.task_id!r}; drop it")
     kept = ("task_id", "reward", "advantage", "epoch", "step", "advantages", "logprobs", "routed_experts")

@@ -30,10 +30,7 @@ REFUSALS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeE
 
 @lru_cache(maxsize=16)
 def compiled(text: str, date: Date) -> Callable[..., str]:
-    """Compile a checked template to a function of its variables; `strftime_now` formats `date`.
-
-    Example: `compiled("{{ messages | length }}", today)(messages=[1, 2])` is "2".
-    """
+    """Compile a checked template to a function of its variables; `strftime_now` formats `date`."""
     environment = _environment()
     environment.globals["strftime_now"] = date.strftime
     return environment.from_string(text).render
@@ -44,8 +41,6 @@ def variables(text: str) -> frozenset[str]:
 
     Raises:
         ConfigError: the text is not a template, or the installed Jinja has no safe sandbox.
-
-    Example: `{{ bos_token }}{% for m in messages %}{{ m }}{% endfor %}` has bos_token and messages.
     """
     _check_version()
     try:
@@ -55,10 +50,7 @@ def variables(text: str) -> frozenset[str]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to dicts, lists and scalars, whose methods a template cannot misuse.
-
-    Example: `plain(MappingProxyType({"a": (1,)}))` is `{"a": [1]}`.
-    """
+    """Convert a value to dicts, lists and scalars, whose methods a template cannot misuse."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value

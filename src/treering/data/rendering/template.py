@@ -80,9 +80,6 @@ def chat_templates(folder: Path) -> Mapping[str, str]:
 def named_tokens(folder: Path) -> Mapping[str, str | None]:
     """Return the named special tokens of a folder, such as bos_token; None for names that are set to null.
 
-    Raises:
-        ConfigError: a file is not a JSON object.
-
     Example: Qwen2 has `{"bos_token": None, "eos_token": "<|endoftext|>", ...}`.
     """
     settings = read_settings(folder / CONFIG_FILE)
@@ -97,21 +94,13 @@ def named_tokens(folder: Path) -> Mapping[str, str | None]:
 
 
 def end_of_text(folder: Path) -> str | None:
-    """Return the `eos_token`, which ends a text; None if the folder does not name it.
-
-    Raises:
-        ConfigError: a file is not a JSON object.
-    """
+    """Return the `eos_token`, which ends a text; None if the folder does not name it."""
     files = (read_settings(folder / name) for name in (CONFIG_FILE, SPECIAL_TOKENS_FILE))
     return next((text for text in (token_text(settings.get("eos_token")) for settings in files) if text), None)
 
 
 def special_tokens(folder: Path) -> tuple[str, ...]:
-    """Return the texts of all special tokens, each once.
-
-    Raises:
-        ConfigError: a file is not a JSON object.
-    """
+    """Return the texts of all special tokens, each once."""
     settings = read_settings(folder / CONFIG_FILE)
     added = [
         *read_settings(folder / "tokenizer.json").get("added_tokens", ()),
@@ -124,10 +113,7 @@ def special_tokens(folder: Path) -> tuple[str, ...]:
 
 
 def token_text(value: Any) -> str | None:
-    """Return the text of a token that is stored as text or as an object with settings; None for other values.
-
-    Example: it is "</s>" for `{"content": "</s>", "lstrip": false}`.
-    """
+    """Return the text of a token that is stored as text or as an object with settings; None for other values."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
@@ -194,10 +180,7 @@ def _find_turn_end(template: "ChatTemplate") -> TurnEnd:
 
 
 def leading_token(text: str, special_tokens: Sequence[str]) -> str:
-    r"""Return the special token that a text begins with; "" if there is none.
-
-    Example: it is `<|user|>` for `<|user|>\nHi`.
-    """
+    r"""Return the special token that a text begins with; "" if there is none."""
     found = _any_of(special_tokens).match(text)
     return found.group() if found else ""
 
@@ -278,11 +261,7 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> TurnEnd:
-        """The end of an assistant's turn.
-
-        Raises:
-            InputError: the template opens a turn although the caller did not ask for one.
-        """
+        """The end of an assistant's turn."""
         return _find_turn_end(self)
 
     @cached_property
@@ -353,11 +332,7 @@ class ChatTemplate:
         )
 
     def _check(self) -> None:
-        """Check that the template is valid and needs neither code of the folder nor unknown tokens.
-
-        Raises:
-            ConfigError: a check fails.
-        """
+        """Check that the template is valid and needs neither code of the folder nor unknown tokens."""
         from treering.data.rendering.sandbox import variables
 
         if "default" not in self._templates:
@@ -454,31 +429,19 @@ class RenderedChat:
         self._closed: dict[int, str] = {}
 
     def opened(self, count: int) -> str:
-        """Return the first `count` messages and the opening of a turn, as at inference.
-
-        Raises:
-            InputError: the template refuses the messages.
-        """
+        """Return the first `count` messages and the opening of a turn, as at inference."""
         if count not in self._opened:
             self._opened[count] = self.template.prompt(self.messages[:count], self.tools)
         return self._opened[count]
 
     def closed(self, count: int) -> str:
-        """Return the first `count` messages without an open turn.
-
-        Raises:
-            InputError: the template refuses the messages.
-        """
+        """Return the first `count` messages without an open turn."""
         if count not in self._closed:
             self._closed[count] = self.template.text(self.messages[:count], self.tools)
         return self._closed[count]
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Return other messages under the same template and tools.
-
-        Raises:
-            InputError: the template refuses the messages.
-        """
+        """Return other messages under the same template and tools."""
         return self.template.text(messages, self.tools)
 
     @cached_property

@@ -47,11 +47,7 @@ class ChatTokens:
     """A tokenizer with its chat template; all episodes share it."""
 
     def __init__(self, tokenizer: Path, template: Template = "auto", date: Date | None = None) -> None:
-        """Open the folder; `template` and `date` are as for `Renderer`.
-
-        Raises:
-            ConfigError: the folder has no tokenizer, or no chat form.
-        """
+        """Open the folder; `template` and `date` are as for `Renderer`."""
         self.text = TextTokens(tokenizer)
         self._folder = tokenizer
         self.renderer = Renderer(tokenizer=tokenizer, template=template, date=date)
@@ -77,11 +73,7 @@ class ChatTokens:
         return other
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TokenIds:
-        """Return the ids of a new chat, int32 [N].
-
-        Raises:
-            InputError: the template refuses or drops a part of the chat.
-        """
+        """Return the ids of a new chat, int32 [N]."""
         return self.renderer.prompt(messages, self._shown(tools))
 
     def continuation(
@@ -120,11 +112,7 @@ class ChatTokens:
 
     @cached_property
     def call_format(self) -> CallFormat:
-        """Format of tool calls in the chat template, or the plain form's.
-
-        Raises:
-            UnsupportedError: the template's calls cannot be read.
-        """
+        """Format of tool calls in the chat template, or the plain form's."""
         template = self.renderer.chat_template
         if template is None:
             return PlainFormat()
@@ -160,10 +148,7 @@ class ReadTurn:
 
 
 class ChatMemory:
-    """Tokens of one agent's chats in one episode.
-
-    Example: after `note([question], [], ids)`, `context([question, answer, result], [])` begins with `ids`.
-    """
+    """Tokens of one agent's chats in one episode."""
 
     def __init__(self, chat: ChatTokens) -> None:
         """Start without any chat."""
@@ -214,8 +199,6 @@ def as_messages(messages: Messages) -> tuple[Message, ...]:
 
     Raises:
         InputError: there is no message, or one cannot be read.
-
-    Example: `as_messages([{"role": "user", "content": "Hi"}])` is `(Message(role="user", content="Hi"),)`.
     """
     records = [message for message in messages if not isinstance(message, Message)]
     decoded = iter(decode_messages([dict(record) for record in records]) if records else ())
@@ -247,10 +230,7 @@ def turn_message(text: str, calls: Sequence[ToolCall], thought: str | None = Non
 
 
 def short_id(*parts: object) -> str:
-    """Return an id of nine letters and digits, as Mistral's templates require for calls.
-
-    Example: `short_id("chat", 0)` is the same each time and differs from `short_id("chat", 1)`.
-    """
+    """Return an id of nine letters and digits, as Mistral's templates require for calls."""
     return blake2b(repr(parts).encode(), digest_size=5).hexdigest()[:9]
 
 

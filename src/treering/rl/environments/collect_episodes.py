@@ -180,11 +180,7 @@ class EpisodeCollection:
         ]
 
     def take(self, run: Run) -> None:
-        """Take a run.
-
-        Raises:
-            StateError: too many episodes failed.
-        """
+        """Take a run."""
         self._runs[run.key] = run
         if run.error is not None:
             errors = Counter(error.removeprefix(whose(key)) for key, error in _failed(self._runs.values()).items())

@@ -140,10 +140,7 @@ class TaskPrompt(Prompt):
 
 
 class EnvironmentTask(Task):
-    """An environment with everything needed to run its episodes.
-
-    Example: `EnvironmentTask(Sums(), ChatTokens(folder), EpisodeOptions(max_rows=8)).prompts[0].prompt_id` is "2+2".
-    """
+    """An environment with everything needed to run its episodes."""
 
     def __init__(
         self,
@@ -193,11 +190,7 @@ class EnvironmentTask(Task):
         return f"{type(self.environment).__qualname__}.run"
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> RewardValue:
-        """Refuse to reward a rollout: episodes return their own rewards.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Refuse to reward a rollout: episodes return their own rewards."""
         raise UnsupportedError(
             "the episodes of an environment return their rewards; collect them with collect_episodes"
         )

@@ -33,10 +33,7 @@ from treering.types import LossMask, PromptId, TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """An answered call.
-
-    Example: the context [5, 6] and a rollout with the tokens [7, 8] have the path [5, 6, 7, 8].
-    """
+    """An answered call."""
 
     number: int
     """Number in its run, in the order of requests."""
@@ -219,10 +216,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """Limits on the length of contexts and turns.
-
-    Example: with `max_context=100` and `max_turn_tokens=32`, a context of 90 tokens leaves a turn of 10.
-    """
+    """Limits on the length of contexts and turns."""
 
     max_context: int
     """Most tokens of a context and the turn after it."""
@@ -250,10 +244,7 @@ class CallLimits:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session:
-    """Calls of one run: its key, its log, and its agents.
-
-    Example: a session without calls has an empty `calls`.
-    """
+    """Calls of one run: its key, its log, and its agents."""
 
     host: EngineHost
     prompt_id: PromptId

@@ -42,10 +42,7 @@ _ID_KEYS = ("prompt_id", "task_id", "id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """A line whose chat is not yet read; `chat` reads it.
-
-    Example: `{"question": "2+2?", "answer": 4, "unit": "kg"}` has the answer "4", no id, and all three columns.
-    """
+    """A line whose chat is not yet read; `chat` reads it."""
 
     where: str
     """Place of the line, such as FILE:LINE."""
@@ -72,9 +69,6 @@ class PromptLine:
 
         Args:
             folder: folder of local images.
-
-        Raises:
-            InputError: a bad field.
         """
         key = "question" if self.record.get("prompt") is None else "prompt"
         value = self.record[key]
@@ -90,13 +84,7 @@ class PromptLine:
 
 
 def prompt_lines(path: Path) -> Iterator[PromptLine]:
-    """Yield the lines of a file or folder, in order.
-
-    Raises:
-        InputError: a bad line, as "FILE:LINE: rule, value, fix".
-
-    Example: a file with the line `{"prompt": "a", "id": 3}` gives one PromptLine with the id 3.
-    """
+    """Yield the lines of a file or folder, in order."""
     for where, record in read_records(path, parse_float=_ExactFloat):
         with placed(where):
             line = _line(record, where)
@@ -194,10 +182,7 @@ def prompt_of(
 
 
 class PromptWriter(Closing):
-    """Writes the fields of prompts other than tokens, in a `with` statement; the result of `prompts` outlives it.
-
-    Example: after `writer.add(2, prompt)`, `writer.prompts()[0]` has the tokens of row 2 and the prompt's columns.
-    """
+    """Writes the fields of prompts other than tokens, in a `with` statement; the result of `prompts` outlives it."""
 
     def __init__(self, tokens: TokenDataset) -> None:
         """Open a file without a name, which disappears with the last process that reads it.
@@ -218,11 +203,7 @@ class PromptWriter(Closing):
             self._file.close()
 
     def add(self, row: int, prompt: Prompt) -> None:
-        """Add the prompt of a row.
-
-        Raises:
-            StateError: the disk is full.
-        """
+        """Add the prompt of a row."""
         content = pickle.dumps((prompt.prompt_id, prompt.answer, prompt.columns, prompt.where), pickle.HIGHEST_PROTOCOL)
         try:
             self._file.write(content)
@@ -232,11 +213,7 @@ class PromptWriter(Closing):
         self._rows.append(row)
 
     def prompts(self) -> Sequence[Prompt]:
-        """Return all prompts, at least one; afterwards nothing can be added.
-
-        Raises:
-            StateError: the disk is full.
-        """
+        """Return all prompts, at least one; afterwards nothing can be added."""
         try:
             self._file.flush()
             content = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -246,10 +223,7 @@ class PromptWriter(Closing):
 
 
 class ChosenPrompts(Sequence[Prompt]):
-    """Some of a sequence of prompts, each read on access.
-
-    Example: `ChosenPrompts(prompts, range(0, len(prompts), 2))` has every second prompt.
-    """
+    """Some of a sequence of prompts, each read on access."""
 
     def __init__(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> None:
         """Choose by `numbers`: indices into `prompts`, in the wanted order."""

@@ -33,10 +33,7 @@ _WORDS_PER_BLOCK = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermsSpec:
-    """Sums to draw; equal specs give equal sums.
-
-    Example: the defaults give 64 sums of 3 to 5 numbers from 1 to 99.
-    """
+    """Sums to draw; equal specs give equal sums."""
 
     num_prompts: int = 64
     """Number of distinct sums."""
@@ -168,10 +165,7 @@ class SumTask(Task):
 
     @classmethod
     def encode(cls, text: str) -> TokenIds:
-        """Return token ids int32 [T]; raise InputError for a character outside the vocabulary.
-
-        Example: with the symbols "ab+", "a+b" is [0, 2, 1].
-        """
+        """Return token ids int32 [T]; raise InputError for a character outside the vocabulary."""
         unknown = [symbol for symbol in text if symbol not in cls.symbols]
         if unknown:
             raise InputError(f"text must use the symbols {cls.symbols!r}, got {unknown[0]!r}; remove it")
@@ -188,10 +182,7 @@ class SumTask(Task):
 
 
 def sum_text(terms: Terms) -> str:
-    """Return the text of the sum.
-
-    Example: (17, 5, 30) is "17+5+30".
-    """
+    """Return the text of the sum."""
     return "+".join(map(str, terms))
 
 

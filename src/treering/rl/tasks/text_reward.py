@@ -175,10 +175,7 @@ _MISTAKES = (AttributeError, ImportError, InputError, NameError, TypeError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedReward:
-    """One of several rewards.
-
-    Example: `WeightedReward(name="rewards.py:short", weight=0.2)`
-    """
+    """One of several rewards."""
 
     name: str
     """Name of the function, as `find_reward` takes it."""

@@ -32,11 +32,7 @@ _BYTES: Mapping[str, int] = MappingProxyType(
 
 
 class TextTokens:
-    """A Hugging Face tokenizer folder, opened once.
-
-    Example: with Qwen's tokenizer, `TextTokens(folder).encode("2+2=")` gives 4 tokens, and `end_tokens` are the ids
-    of <|im_end|> and <|endoftext|>.
-    """
+    """A Hugging Face tokenizer folder, opened once."""
 
     def __init__(self, folder: Path) -> None:
         """Open the folder; raise ConfigError if it has no tokenizer."""

@@ -46,11 +46,7 @@ def decode_trl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
 
 def prompt_and_completion(record: Mapping[str, Any]) -> tuple[str, tuple[Message, ...], tuple[Message, ...]]:
-    """Return the format of a trajectory, the untrained messages of its prompt, and the messages of its completion.
-
-    Raises:
-        InputError: one is text and the other is messages, or one is missing.
-    """
+    """Return the format of a trajectory, the untrained messages of its prompt, and the messages of its completion."""
     values = {key: record.get(key) for key in ("prompt", "completion")}
     if missing := [key for key, value in values.items() if is_blank(value)]:
         raise InputError(f"a record has prompt and completion, got no {' and no '.join(missing)}; add it")
@@ -121,11 +117,7 @@ def preference_pair(
     tools: tuple[Mapping[str, Any], ...] = (),
     text_format: str = "chat",
 ) -> list[Trajectory]:
-    """Return both sides of a pair; only the answers are trained, with rewards `score_chosen` and `score_rejected`.
-
-    Raises:
-        InputError: the answers are equal.
-    """
+    """Return both sides of a pair; only the answers are trained, with rewards `score_chosen` and `score_rejected`."""
     if chosen == rejected:
         raise InputError("chosen and rejected are the same, so neither is preferred; drop the record")
     shown = as_context(prompt)

@@ -48,11 +48,7 @@ def looks_like_trace(record: object) -> bool:
 
 
 def decode_traces(record: object) -> list[AgentTrace]:
-    """Decode the traces of a line: one trace, or those of an episode.
-
-    Raises:
-        InputError: the line is neither, or a trace is bad; the message has the trace, the node, the field and the rule.
-    """
+    """Decode the traces of a line: one trace, or those of an episode."""
     if _is_run(record):
         return [decode_trace(record)]
     if not _is_episode(record):
@@ -281,10 +277,7 @@ def write_traces(path: str | os.PathLike[str], traces: Iterable[AgentTrace]) -> 
 
 
 class TraceTally:
-    """Counts of untrained paths by reason, and a check for rounded log-probs.
-
-    Example: after three trained paths and one of a failed run, a note has "1 of 4 paths are not trained".
-    """
+    """Counts of untrained paths by reason, and a check for rounded log-probs."""
 
     def __init__(self) -> None:
         self._left_out: Counter[Reason] = Counter()
