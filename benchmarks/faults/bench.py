@@ -31,6 +31,7 @@ from benchmarks.faults.serving import SERVERS
 from benchmarks.faults.task import Task, arguments, make_task
 from benchmarks.faults.tinker import HAS_TINKER, TINKER
 from treering.errors import InputError
+from treering.extras import require
 
 NOTE = "about six minutes; `--cases 100` takes about two"
 TABLES = {
@@ -72,9 +73,12 @@ def measure(
 
     Raises:
         InputError: fewer than one case, or an unknown kind.
+        MissingExtraError: a kind of Tinker's protocol without its client.
     """
     if num_cases < 1:
         raise InputError(f"a fault run has at least one case, got {num_cases}; ask for more")
+    if only is not None and _named(only)[0] in TINKER:
+        require(f"--only {only!r}", "tinker", "peft")
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name, Server() as server:
         folder = Path(name)

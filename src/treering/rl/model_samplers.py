@@ -8,7 +8,7 @@ earlier rollouts are drafted under its next weights. Prompts that wait to be sco
 
 import asyncio
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -37,6 +37,8 @@ from treering.tree.forest import Forest
 from treering.types import TokenIds
 
 T = TypeVar("T")
+MAX_COUNTED_PROMPTS = 65_536
+"""Prompts of a model whose samples are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,7 +113,7 @@ class ModelSampler:
         self.host.run(engine.keep_rollouts)
         if options.drafts and not engine.has_drafter:
             self.host.run(lambda: engine.use_drafter(self._drafting.drafter))
-        self._counts: Counter[str] = Counter()
+        self._counts: OrderedDict[str, int] = OrderedDict()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._weights = ""
@@ -153,9 +155,15 @@ class ModelSampler:
         return rollouts
 
     def _count(self, name: str, num_samples: int) -> int:
-        """Return how many samples of a prompt were asked for before these."""
-        self._counts[name] += num_samples
-        return self._counts[name] - num_samples
+        """Return how many samples of a prompt were asked for before these.
+
+        The last `MAX_COUNTED_PROMPTS` prompts are remembered. One that was forgotten draws its first samples again.
+        """
+        first = self._counts.pop(name, 0)
+        self._counts[name] = first + num_samples
+        if len(self._counts) > MAX_COUNTED_PROMPTS:
+            self._counts.popitem(last=False)
+        return first
 
     async def score(
         self,
@@ -172,7 +180,7 @@ class ModelSampler:
         """
         async with self._under(weights):
             name = f"{call_id(prompt):x}"
-            first = self._count(name, num_drawn)
+            first = self._count(name, num_drawn) if num_drawn else 0
             keys = [row_key(0, name, 0, first + i) for i in range(num_drawn)]
             waiting = _WaitingPrompt(tokens=prompt, targets=targets, top_k=top_k, keys=keys)
             with self._lock:

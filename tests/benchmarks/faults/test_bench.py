@@ -1,6 +1,7 @@
 """The fault run: it detects lost data, it covers every kind, and its documents show what it measured."""
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from benchmarks.faults.task import Task
 from benchmarks.faults.tinker import TINKER
 from safetensors.torch import save_file
 
-from treering.errors import InputError
+from treering.errors import InputError, MissingExtraError
 
 
 def finished(folder: Path, *, rows: str = "12", lines: str = "1122", weight: float = 1.0) -> Path:
@@ -67,6 +68,13 @@ def test_only_a_lost_history_may_change_the_rounding_of_weights(tmp_path: Path) 
 
 def test_the_faults_of_tinkers_protocol_run_alone_by_their_name() -> None:
     assert chosen(len(TINKER) + 1, 0, only="tinker") == [*TINKER, TINKER[0]]
+
+
+@pytest.mark.parametrize("name", ["tinker", TINKER[0].name, str(TINKER[-1])])
+def test_the_faults_of_tinkers_protocol_name_what_to_install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "tinker", None)
+    with pytest.raises(MissingExtraError, match="needs tinker: pip install"):
+        measure(num_cases=1, only=name)
 
 
 def test_an_executed_pickle_is_a_failure(tmp_path: Path) -> None:

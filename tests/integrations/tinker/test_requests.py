@@ -27,6 +27,7 @@ from tests.integrations.tinker.serving import (
     serving,
     wait_until,
 )
+from treering.serving.tinker import routes as routes_module
 from treering.serving.tinker import sessions, wire
 from treering.serving.tinker.routes import TinkerRoutes
 from treering.train.loop import trainee
@@ -93,6 +94,27 @@ def test_a_batch_is_bounded_in_bytes(server: tuple[str, TinkerRoutes], monkeypat
     monkeypatch.setattr(wire, "MAX_WAITING_BYTES", 100)
     with pytest.raises(tinker.BadRequestError, match="send less at once"):
         trained.forward_backward(batch(), "cross_entropy").result()
+
+
+def test_likeliest_tokens_of_samples_are_bounded_before_anything_is_sampled(
+    server: tuple[str, TinkerRoutes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, routes = server
+    monkeypatch.setattr(routes_module, "MAX_CELLS", 400)
+    before = routes.stats()["sampling"]["sampled_tokens"]
+    # 8 samples of 4 tokens before and at most 6 after, whose whole sequences are scored.
+    call = {
+        "base_model": NAME,
+        "num_samples": 8,
+        "prompt": {"chunks": [{"tokens": PROMPT}]},
+        "sampling_params": {"max_tokens": 6},
+    }
+    status, answer = ask(url, "asample", {**call, "topk_sample_logprobs": 6})
+    assert (status, "topk_sample_logprobs must lie in [0, 5] for 80" in answer["error"]["message"]) == (400, True)
+    assert routes.stats()["sampling"]["sampled_tokens"] == before
+    status, ticket = ask(url, "asample", {**call, "topk_sample_logprobs": 5, "topk_prompt_logprobs": 20})
+    assert status == 200
+    assert ask(url, "retrieve_future", {"request_id": ticket["request_id"]})[0] == 200
 
 
 def record(model_id: str, seq_id: int) -> bytes:

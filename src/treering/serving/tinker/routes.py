@@ -30,6 +30,7 @@ from treering.serving.tinker.checkpoints import Checkpoints, SavedModel
 from treering.serving.tinker.sessions import Holdings, TrainedModel
 from treering.serving.tinker.training_thread import Job, TrainingThread
 from treering.serving.tinker.wire import (
+    MAX_CELLS,
     Sampled,
     read_batch,
     read_head,
@@ -507,12 +508,18 @@ class TinkerRoutes:
         )
         params.end()
         top_prompt, top_sampled = (fields.take(f"topk_{name}_logprobs", int, 0) for name in ("prompt", "sample"))
-        most = min(self._vocab_size - 1, (1 << 24) // prompt.size)
-        if not (0 <= top_prompt <= most and 0 <= top_sampled <= most):
-            raise InputError(
-                f"topk_prompt_logprobs and topk_sample_logprobs must lie in [0, {most}] here, got {top_prompt} and "
-                f"{top_sampled}; ask for fewer"
-            )
+        num_sampled = asked.num_samples * (prompt.size + asked.sampling.max_tokens)
+        for name, num_top, num_tokens in (
+            ("topk_prompt_logprobs", top_prompt, prompt.size),
+            # Each sample is scored whole.
+            ("topk_sample_logprobs", top_sampled, num_sampled),
+        ):
+            most = min(self._vocab_size - 1, MAX_CELLS // num_tokens)
+            if not 0 <= num_top <= most:
+                raise InputError(
+                    f"{name} must lie in [0, {most}] for {num_tokens} tokens in all, got {num_top}; ask for fewer "
+                    "log-probs or tokens"
+                )
         last_n = fields.take("prompt_logprobs_last_n", int, prompt.size)
         matrix = take_matrix(fields, "target_prompt_logprobs", prompt.size - 1, self._vocab_size)
         fields.refuse_unless("prompt_alt_tokens_k", (0,), "is not supported; ask for topk_prompt_logprobs")
