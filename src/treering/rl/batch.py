@@ -138,11 +138,6 @@ def _penalised(group: Group, penalties: NDArray[np.float64]) -> Group:
     )
 
 
-def empty_batch() -> RlBatch:
-    """Return a batch without groups."""
-    return make_rl_batch([], estimator="grpo", layout="tree")
-
-
 def _as_task(group: Group) -> TrainingTask:
     prompt = group.prompt.tokens
     routes = [

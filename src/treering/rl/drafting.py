@@ -3,11 +3,9 @@
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.config.engine import DraftOptions
@@ -116,7 +114,9 @@ class Drafting:
         arrays = {name: values.numpy().copy() for name, values in state.items()}
         costs = {name: arrays.pop(name) for name in _COSTS if name in arrays}
         try:
-            known = _costs_of(costs)
+            known = None
+            if set(_COSTS) <= costs.keys():
+                known = VerifyCosts(num_tokens=costs[_SIZES], seconds=costs[_SECONDS])
             self.drafter.load_state(arrays)
         except InputError as error:
             warnings.warn(f"the drafter starts fresh, because its saved state does not fit: {error}", stacklevel=2)
@@ -138,13 +138,6 @@ def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
         min_acceptance=options.min_acceptance,
         sources=options.sources,
     )
-
-
-def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:
-    """Return the costs of saved columns, or None without them."""
-    if not set(_COSTS) <= columns.keys():
-        return None
-    return VerifyCosts(num_tokens=columns[_SIZES], seconds=columns[_SECONDS])
 
 
 def _copied(source: HistoryStore, target: HistoryStore) -> HistoryStore:

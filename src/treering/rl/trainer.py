@@ -15,14 +15,7 @@ from treering.engine.protocol import Logprobs
 from treering.errors import ConfigError, StateError, plural
 from treering.ranks.group import RankGroup
 from treering.rl.advantages import BranchAdvantages
-from treering.rl.batch import (
-    RlBatch,
-    empty_batch,
-    make_rl_batch,
-    overlong_penalties,
-    share_of,
-    with_penalties,
-)
+from treering.rl.batch import RlBatch, make_rl_batch, overlong_penalties, share_of, with_penalties
 from treering.rl.collect import Group
 from treering.train.branch_logprobs import branch_logprobs
 from treering.train.loop.batches import check_ranks
@@ -42,7 +35,7 @@ def weighting_of(options: RlOptions) -> Weighting:
     Raises:
         ConfigError: the objective refuses a clip or a cap.
     """
-    return make_objective(options, empty_batch()).weighting
+    return make_objective(options, make_rl_batch([], estimator="grpo", layout="tree")).weighting
 
 
 def make_objective(options: RlOptions, batch: RlBatch, teacher: nn.Module | None = None) -> Objective:

@@ -201,8 +201,12 @@ def load_own(what: str, name: str, folders: Sequence[Path] = (Path(),)) -> Modul
 
     Example: `load_own("reward", "rewards.py:short", [Path("conf")])` is the module of `conf/rewards.py`.
     """
-    module = name.rpartition(":")[0]
-    file = _located(what, name, module, folders) if module.endswith(".py") else None
+    module, file = name.rpartition(":")[0], None
+    if module.endswith(".py"):
+        file = next(((folder / module).absolute() for folder in folders if (folder / module).is_file()), None)
+        if file is None:
+            listed = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in folders))
+            raise ConfigError(f"the {what} {name!r} needs a file: {module} is not in {listed}; check the path")
     near = [] if file is None else [file.parent]
     own = list(dict.fromkeys(str(folder.absolute()) for folder in [*near, *folders]))
     sys.path[:] = list(dict.fromkeys([*own, *sys.path]))
@@ -215,14 +219,6 @@ def load_own(what: str, name: str, folders: Sequence[Path] = (Path(),)) -> Modul
             f"importing the {what} {name!r} raises {in_words(error)}; correct the code or the spelling; looked up in "
             f"{', '.join(own)} and on Python's path"
         ) from error
-
-
-def _located(what: str, name: str, file: str, folders: Sequence[Path]) -> Path:
-    found = next((folder / file for folder in folders if (folder / file).is_file()), None)
-    if found is None:
-        listed = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in folders))
-        raise ConfigError(f"the {what} {name!r} needs a file: {file} is not in {listed}; check the path")
-    return found.absolute()
 
 
 def _run_file(what: str, file: Path) -> ModuleType:

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.data import (
-    Message,
-    ToolCall,
-    Trajectory,
-    append_trajectories,
-    read_trajectories,
-    write_trajectories,
-)
+from treering.data import Message, ToolCall, Trajectory, append_trajectories, read_trajectories, write_trajectories
 from treering.data.formats.codec import encode
 from treering.data.formats.record_files import whole_lines
 from treering.errors import DataWarning, InputError

@@ -80,7 +80,9 @@ def publish(draft: Path, target: Path, facts: Mapping[str, Any]) -> None:
     except OSError:
         if not target.exists():
             raise
-        if not _is_whole(target):
+        try:
+            read_facts(target)
+        except StateError:
             remove(target)
             draft.rename(target)
 
@@ -97,9 +99,14 @@ def remove(target: Path) -> None:
 
 def entries(folder: Path) -> list[CacheEntry]:
     """Return the caches of a folder, newest first."""
-    found = [each for each in folder.glob("*") if each.is_dir() and not each.name.startswith(_DRAFT)]
-    known = [entry for entry in map(_entry, found) if entry is not None]
-    return sorted(known, key=lambda entry: -entry.made)
+    found = []
+    for each in folder.glob("*"):
+        # Another process may remove a cache meanwhile.
+        with suppress(FileNotFoundError):
+            if each.is_dir() and not each.name.startswith(_DRAFT):
+                made = each.stat().st_mtime
+                found.append(CacheEntry(folder=each, source=_source(each), num_bytes=_num_bytes(each), made=made))
+    return sorted(found, key=lambda entry: -entry.made)
 
 
 def clear(folder: Path) -> int:
@@ -109,23 +116,6 @@ def clear(folder: Path) -> int:
         remove(entry.folder)
     _clear_drafts(folder, older_than_s=0.0)
     return num_bytes - _num_bytes(folder)
-
-
-def _is_whole(target: Path) -> bool:
-    try:
-        read_facts(target)
-    except StateError:
-        return False
-    return True
-
-
-def _entry(folder: Path) -> CacheEntry | None:
-    """Return the cache in a folder; None if another process has just removed it."""
-    try:
-        made = folder.stat().st_mtime
-    except FileNotFoundError:
-        return None
-    return CacheEntry(folder=folder, source=_source(folder), num_bytes=_num_bytes(folder), made=made)
 
 
 def _source(folder: Path) -> str | None:

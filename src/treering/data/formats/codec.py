@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from treering.data.formats.chat_messages import decode_messages, decode_tools
 from treering.data.formats.json_fields import (
@@ -21,14 +21,7 @@ from treering.data.formats.json_fields import (
     show,
     text_field,
 )
-from treering.data.trajectory import (
-    Message,
-    TaskId,
-    Trajectory,
-    decode_episode,
-    decode_rehearsed,
-    encode_episode,
-)
+from treering.data.trajectory import Message, TaskId, Trajectory, decode_episode, decode_rehearsed, encode_episode
 from treering.errors import InputError
 from treering.types import LossMask, TokenIds
 
@@ -96,7 +89,9 @@ def decode(record: object) -> Trajectory:
     if messages is None and tokens is None:
         raise InputError("a trajectory has either messages or tokens, got neither; add one of them")
     loss_mask = decode_loss_mask(record, tokens)
-    task_id = decode_task_id(record)
+    task_id, preference = decode_task_id(record), record.get("preference")
+    if preference not in (None, "chosen", "rejected"):
+        raise InputError(f'preference is "chosen" or "rejected", got {show(preference)}; correct it or drop it')
     return Trajectory(
         task_id=first_prompt_id(messages, tokens, loss_mask) if task_id is None else task_id,
         messages=messages,
@@ -107,7 +102,7 @@ def decode(record: object) -> Trajectory:
         routed_experts=None if record.get("routed_experts") is None else decode_routes(record, tokens),
         tools=() if tokens is not None and messages is None else decode_tools(record),
         format=text_field(record, "format") or "chat",
-        preference=_preference(record),
+        preference=preference,
         episode=None if tokens is None else decode_episode(record),
         rehearsed=decode_rehearsed(record),
         **decode_scalars(record),
@@ -236,10 +231,3 @@ def _messages(record: Mapping[str, Any]) -> tuple[Message, ...]:
     if messages and messages[0].role == "system":
         raise InputError("system and messages[0] both are the system message; keep one of them")
     return (*decode_messages([{"role": "system", "content": record["system"]}], "system"), *messages)
-
-
-def _preference(record: Mapping[str, Any]) -> Literal["chosen", "rejected"] | None:
-    value = record.get("preference")
-    if value not in (None, "chosen", "rejected"):
-        raise InputError(f'preference is "chosen" or "rejected", got {show(value)}; correct it or drop it')
-    return value

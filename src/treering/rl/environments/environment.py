@@ -162,13 +162,18 @@ class EnvironmentTask(Task):
             InputError: there is no task, or one is not an `EnvTask`.
         """
         self.environment, self.chat, self.options = environment, chat, options
-        own = (
-            [stop.token_id for stop in find_stop_tokens(chat.text, chat.renderer)]
-            if stop_tokens is None
-            else stop_tokens
-        )
-        self._stop_tokens = tuple(own)
-        tasks = _checked_tasks(environment)
+        if stop_tokens is None:
+            stop_tokens = [stop.token_id for stop in find_stop_tokens(chat.text, chat.renderer)]
+        self._stop_tokens = tuple(stop_tokens)
+        tasks, kind = list(getattr(environment, "tasks", ())), type(environment).__qualname__
+        if not tasks:
+            raise InputError(f"an environment needs tasks, and {kind}.tasks is empty; add some")
+        wrong = next((task for task in tasks if not isinstance(task, EnvTask)), None)
+        if wrong is not None:
+            raise InputError(
+                f"the tasks of an environment must be EnvTask records, got {wrong!r:.60}; write EnvTask(id=..., "
+                "data=...)"
+            )
         self.tasks = {task.id: task for task in tasks}
         self._prompts = tuple(
             TaskPrompt(prompt_id=task.id, tokens=np.zeros(0, np.int32), columns={"data": task.data}) for task in tasks
@@ -194,15 +199,3 @@ class EnvironmentTask(Task):
         raise UnsupportedError(
             "the episodes of an environment return their rewards; collect them with collect_episodes"
         )
-
-
-def _checked_tasks(environment: Environment) -> list[EnvTask]:
-    tasks = list(getattr(environment, "tasks", ()))
-    if not tasks:
-        raise InputError(f"an environment needs tasks, and {type(environment).__qualname__}.tasks is empty; add some")
-    wrong = next((task for task in tasks if not isinstance(task, EnvTask)), None)
-    if wrong is not None:
-        raise InputError(
-            f"the tasks of an environment must be EnvTask records, got {wrong!r:.60}; write EnvTask(id=..., data=...)"
-        )
-    return tasks

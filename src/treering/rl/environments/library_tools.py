@@ -82,7 +82,12 @@ class ToolEnvironment(Environment):
     async def run(self, task: EnvTask, policy: Policy) -> float | Outcome:
         """Run an episode with one object."""
         data = dict(task.data)
-        messages = _opening(data.get("prompt"), task)
+        prompt = data.get("prompt")
+        if not isinstance(prompt, str) and not (isinstance(prompt, list | tuple) and prompt):
+            raise InputError(
+                f'a task\'s data must have a "prompt", a text or messages, got {prompt!r:.60} in {task.id!r}'
+            )
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         thing = self._factory()
         if not _takes(thing.reset, "prompt"):
             del data["prompt"]
@@ -196,14 +201,6 @@ def _tools_of(thing: object) -> list[Mapping[str, Any]]:
             f"{' and '.join(sorted(_RESERVED))}; add one"
         )
     return found
-
-
-def _opening(prompt: object, task: EnvTask) -> list[Mapping[str, Any]]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list | tuple) and prompt:
-        return list(prompt)
-    raise InputError(f'a task\'s data must have a "prompt", a text or messages, got {prompt!r:.60} in {task.id!r}')
 
 
 def _extended(message: Mapping[str, Any], more: Any) -> Mapping[str, Any]:

@@ -21,13 +21,7 @@ from treering.engine.host import EngineHost
 from treering.engine.protocol import FinishReason, Request, Rollout, Sampling, check_prompt
 from treering.engine.sampling.noise import call_id
 from treering.errors import ContextFullError, InputError, StateError
-from treering.rl.environments.chat import (
-    ChatMemory,
-    ChatTokens,
-    Messages,
-    as_messages,
-    as_tools,
-)
+from treering.rl.environments.chat import ChatMemory, ChatTokens, Messages, as_messages, as_tools
 from treering.types import LossMask, PromptId, TokenIds
 
 

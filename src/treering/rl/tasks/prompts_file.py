@@ -31,7 +31,7 @@ from treering.rl.tasks.judge import Judge
 from treering.rl.tasks.task import Prompt, Score, Task, prompt_id_of
 from treering.rl.tasks.text_reward import TextReward, WeightedReward
 from treering.rl.tasks.text_tokens import TextTokens, find_stop_tokens
-from treering.types import PromptId, TokenIds
+from treering.types import PromptId
 
 _PROMPT_KEYS = (*CONTEXT_KEYS, "images", "image", "videos", "video", "audio", "documents", "chat_template_kwargs")
 """Keys other than the prompt that change it; the trajectory decoder reads or refuses them."""
@@ -416,13 +416,11 @@ class PromptsFile(Task):
 
     def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Score | Exception]:
         """Return the rewards of a group's rollouts as `reward` does; coroutines run concurrently."""
-        tokens = [self._without_stop(rollout.tokens) for rollout in rollouts]
+        ends = set(self.stop_tokens)
+        tokens = [one.tokens[:-1] if ends & set(one.tokens[-1:].tolist()) else one.tokens for one in rollouts]
         texts = [self._without_stop_strings(self._tokens.decode(each)) for each in tokens]
         answers = [self._without_stop_strings(self._tokens.answer(each, prompt.tokens)) for each in tokens]
         return self.text_reward.scores(prompt, texts, answers)
-
-    def _without_stop(self, tokens: TokenIds) -> TokenIds:
-        return tokens[:-1] if set(tokens[-1:].tolist()) & set(self.stop_tokens) else tokens
 
     def _without_stop_strings(self, text: str) -> str:
         for stop in self.stop_strings:
@@ -460,7 +458,15 @@ class PromptsFile(Task):
                         self._check_answer(line)
                         prompt, is_unplaced = self._rendered(line)
                         kept.takes(prompt, has_id=line.prompt_id is not None)
-                    writer.add([_row(prompt, num_lines)])
+                    row = RenderedTrajectory(
+                        task_id=0,
+                        tokens=prompt.tokens,
+                        loss_mask=np.zeros(prompt.tokens.size, np.bool_),
+                        turn_ends=np.zeros(0, np.int32),
+                        index=num_lines,
+                        images=prompt.images,
+                    )
+                    writer.add([row])
                     num_lines, num_unplaced = num_lines + 1, num_unplaced + is_unplaced
             kept.check(path)
             self._renderer.warn()
@@ -532,14 +538,3 @@ class _Kept:
                 f"{path}: a prompts file must hold at least one prompt that fits, got 0 and {self.num_overlong} of "
                 f"more than max_prompt_tokens={self.max_tokens}; check the file, or raise the limit"
             )
-
-
-def _row(prompt: Prompt, index: int) -> RenderedTrajectory:
-    return RenderedTrajectory(
-        task_id=0,
-        tokens=prompt.tokens,
-        loss_mask=np.zeros(prompt.tokens.size, np.bool_),
-        turn_ends=np.zeros(0, np.int32),
-        index=index,
-        images=prompt.images,
-    )

@@ -8,11 +8,7 @@ from typing import Any
 
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import (
-    array,
-    number_field,
-    show,
-)
+from treering.data.formats.json_fields import array, number_field, show
 from treering.data.formats.record_format import Note, RecordFormat, has_keys, task_of
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError

@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import (
-    is_blank,
-    number_field,
-)
+from treering.data.formats.json_fields import is_blank, number_field
 from treering.data.formats.model_calls import token_call, token_trajectories
 from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, has_keys, task_of
 from treering.data.trajectory import Trajectory

@@ -8,12 +8,7 @@ from typing import Any
 
 from treering.data.formats.chat_messages import decode_messages
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import (
-    array,
-    is_blank,
-    number_field,
-    show,
-)
+from treering.data.formats.json_fields import array, is_blank, number_field, show
 from treering.data.formats.model_calls import MessageCall, message_branches, token_calls, token_trajectories
 from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, task_of
 from treering.data.trajectory import Trajectory

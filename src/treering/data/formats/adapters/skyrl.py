@@ -8,10 +8,7 @@ from typing import Any
 
 from treering.data.formats.adapters.prime_rl import sampled_call
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import (
-    array,
-    is_blank,
-)
+from treering.data.formats.json_fields import array, is_blank
 from treering.data.formats.record_format import Note, RecordFormat, has_keys
 from treering.data.trajectory import Trajectory
 from treering.errors import InputError
