@@ -6,7 +6,7 @@ R rendered trajectories   F their tokens   P distinct images
 import hashlib
 import json
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -40,6 +40,7 @@ FLAT = MappingProxyType(
 space."""
 CONTENTS = "image_contents"
 """Name of the file with the encoded bytes of all distinct images, uint8."""
+_DTYPES = {**FLAT, CONTENTS: np.dtype("u1")}
 IMAGES_FILE = "images.npy"
 
 ROW = np.dtype(
@@ -72,14 +73,17 @@ class ArrayWriter:
         self._folder = folder
         self._streams: dict[str, BinaryIO] = {}
         self._open = ExitStack()
-        self._sizes = dict.fromkeys((*FLAT, CONTENTS), 0)
+        self._sizes = dict.fromkeys(_DTYPES, 0)
         self._rows = bytearray()
-        self._images = ImageWriter()
         self._tasks: dict[TaskId, int] = {}
+        self._image_numbers: dict[bytes, int] = {}
+        self._images: list[tuple[Any, ...]] = []
+        self.image_files: dict[str, str] = {}
+        """SHA-256 of each local image file, by its name in the records."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            for name, dtype in {**FLAT, CONTENTS: np.dtype("u1")}.items():
+            for name, dtype in _DTYPES.items():
                 self._streams[name] = stack.enter_context(open(self._folder / f"{name}.npy", "wb"))
                 _write_header(self._streams[name], dtype, 0)
             self._open = stack.pop_all()
@@ -92,28 +96,34 @@ class ArrayWriter:
 
     def add(self, rows: Sequence[RenderedTrajectory]) -> None:
         """Append rows."""
-
-        def add_content(content: bytes) -> None:
-            self._add(CONTENTS, np.frombuffer(content, np.uint8))
-
         for one in rows:
-            numbers = [self._images.number_of(placed.image, add_content) for placed in one.images]
+            numbers = [self._image_number(placed.image) for placed in one.images]
             starts = [placed.start for placed in one.images]
             values = {"image_starts": np.array(starts), "image_numbers": np.array(numbers)}
             for name in FLAT:
                 self._add(name, values[name] if name in values else getattr(one, name))
         self._rows += np.array([self._row(one) for one in rows], ROW).tobytes()
 
-    @property
-    def image_files(self) -> dict[str, str]:
-        """SHA-256 of each local image file, by its name in the records."""
-        return self._images.files
-
     def _add(self, name: str, values: npt.NDArray[Any] | None) -> None:
         if values is not None:
-            dtype = FLAT.get(name, np.dtype("u1"))
-            self._streams[name].write(np.ascontiguousarray(values, dtype).data)
+            self._streams[name].write(np.ascontiguousarray(values, _DTYPES[name]).data)
             self._sizes[name] += values.size
+
+    def _image_number(self, image: ImageData) -> int:
+        """Return the number of an image, whose bytes are written once."""
+        assert isinstance(image, StoredImage), "the images of a file are encoded"
+        source = image.source
+        is_new = image.digest not in self._image_numbers
+        is_new_file = source.file not in (None, *self.image_files)
+        content = source.read() if is_new or is_new_file else b""
+        if source.file is not None and is_new_file:
+            self.image_files[source.file] = hashlib.sha256(content).hexdigest()
+        if is_new:
+            self._image_numbers[image.digest] = len(self._images)
+            digest = np.frombuffer(image.digest, np.uint8)
+            self._images.append((image.size, image.grid or (-1, -1, -1), image.num_tokens, len(content), digest))
+            self._add(CONTENTS, np.frombuffer(content, np.uint8))
+        return self._image_numbers[image.digest]
 
     def _row(self, one: RenderedTrajectory) -> tuple[Any, ...]:
         counts, known = (one.epoch, one.step), (one.reward, one.advantage)
@@ -136,40 +146,10 @@ class ArrayWriter:
     def _finish(self) -> None:
         for name, stream in self._streams.items():
             stream.seek(0)
-            _write_header(stream, FLAT.get(name, np.dtype("u1")), self._sizes[name])
-        np.save(self._folder / IMAGES_FILE, self._images.records)
+            _write_header(stream, _DTYPES[name], self._sizes[name])
+        np.save(self._folder / IMAGES_FILE, np.array(self._images, IMAGE))
         np.save(self._folder / ROWS_FILE, np.frombuffer(self._rows, ROW))
         (self._folder / TASKS_FILE).write_text(json.dumps(list(self._tasks)), encoding="utf-8")
-
-
-class ImageWriter:
-    """Numbers distinct images and writes each of them once."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, str] = {}
-        self._numbers: dict[bytes, int] = {}
-        self._records: list[tuple[Any, ...]] = []
-
-    @property
-    def records(self) -> npt.NDArray[np.void]:
-        """[P] records of `IMAGE`."""
-        return np.array(self._records, IMAGE)
-
-    def number_of(self, image: ImageData, write: Callable[[bytes], None]) -> int:
-        """Return the number of an image; call `write` with the bytes of a new one."""
-        assert isinstance(image, StoredImage), "the images of a file are encoded"
-        source = image.source
-        is_new, is_new_file = image.digest not in self._numbers, source.file not in (None, *self.files)
-        content = source.read() if is_new or is_new_file else b""
-        if source.file is not None and is_new_file:
-            self.files[source.file] = hashlib.sha256(content).hexdigest()
-        if is_new:
-            self._numbers[image.digest] = len(self._records)
-            digest = np.frombuffer(image.digest, np.uint8)
-            grid = image.grid or (-1, -1, -1)
-            self._records.append((image.size, grid, image.num_tokens, len(content), digest))
-            write(content)
-        return self._numbers[image.digest]
 
 
 class MappedArray:

@@ -21,12 +21,13 @@ def missing_part(message: Message, text: str) -> str | None:
     """
     start, at = len(text), 0
     for stretch in (part for text in message.stretches for part in THOUGHT_TAG.split(text)):
-        # Some templates write tool results escaped as in JSON.
-        variants = ((text.find(variant, at), variant) for variant in dict.fromkeys(_text_variants(stretch.strip())))
-        found, variant = next(((begin, variant) for begin, variant in variants if begin >= 0), (-1, ""))
-        if found < 0:
+        for variant in dict.fromkeys(_text_variants(stretch.strip())):
+            found = text.find(variant, at)
+            if found >= 0:
+                start, at = min(start, found), found + len(variant)
+                break
+        else:
             return f"the text {stretch.strip()!r:.60}"
-        start, at = min(start, found), found + len(variant)
     lost = _missing_call(message, text[at:])
     # Some templates write the calls before the text.
     return lost and _missing_call(message, text[:start]) and lost
@@ -154,6 +155,7 @@ def _variants(leaf: object) -> list[str]:
 
 
 def _text_variants(text: str) -> list[str]:
+    """Return a text plain, and escaped as in JSON or Python, as some templates write tool results."""
     return [text.strip(), json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]]
 
 
