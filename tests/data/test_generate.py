@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treering.data import AgentSpec, generate_trajectories
+from treering.data import DATA_VARIABLE, AgentSpec, data_folder, generate_trajectories
 from treering.data.formats.codec import encode
 from treering.errors import ConfigError
 
@@ -93,3 +93,19 @@ def test_what_follows_an_id_is_predictable_so_a_model_can_learn():
 def test_an_impossible_spec_is_refused(change, rule):
     with pytest.raises(ConfigError, match=rule):
         replace(AgentSpec(), **change)
+
+
+def test_the_variable_names_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    assert data_folder() == tmp_path
+
+
+def test_without_the_variable_it_is_the_shared_folder_next_to_the_current_one(tmp_path, monkeypatch):
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert data_folder() is None
+    (tmp_path / "shared" / "data").mkdir(parents=True)
+    folder = data_folder()
+    assert folder is not None
+    assert folder.resolve() == (tmp_path / "shared" / "data").resolve()

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 from tests.data.formats.reading import read as read_all
 from tests.data.rendering.chat_folder import texts
 from treering.data import read_trajectories, render
+from treering.data.formats.chat_messages import CONTEXT_KEYS, TRAINED_KEYS
 from treering.errors import InputError
 
 ASKED = {"role": "user", "content": "Where?"}
@@ -29,17 +30,7 @@ def answer(**fields):
 
 @pytest.mark.parametrize(
     "flag",
-    [
-        {"weight": 0},
-        {"loss_weight": 0.0},
-        {"loss_mask": 0},
-        {"step_loss_mask": 0},
-        {"train": False},
-        {"loss": False},
-        *({key: 0} for key in ("training", "trained", "train_on", "compute_loss", "has_loss", "is_loss", "is_trained")),
-        *({key: False} for key in ("learn", "supervise", "loss_scale")),
-        *({key: True} for key in ("no_loss", "ignore_loss", "mask_loss", "ignore", "skip_loss")),
-    ],
+    [{"weight": 0.0}, *({key: 0} for key in TRAINED_KEYS), *({key: True} for key in CONTEXT_KEYS)],
     ids=lambda flag: next(iter(flag)),
 )
 def test_a_message_that_its_flag_leaves_out_is_context(tokenizer_dir, tmp_path, flag):

@@ -141,15 +141,7 @@ def sampling_loop(
         # No clock decides how much is drafted, because runs are compared bit by bit.
         return TorchEngine(model, drafter, max_batch=4, max_tokens=200, version=version, num_threads=1, costs="none")
 
-    return RlLoop(
-        model,
-        TinyTask() if task is None else task,
-        make_engine,
-        optim=PLAIN,
-        options=options(**changes),
-        drafting=drafting,
-        reference=reference,
-    )
+    return scripted_loop(model, task, PLAIN, drafting, make_engine, reference=reference, **changes)
 
 
 def eager() -> Drafting:

@@ -15,7 +15,7 @@ from tests.train.loop.runs import tensors_of
 from treering.config.optim import OptimOptions
 from treering.data import Trajectory
 from treering.engine.protocol import Rollout
-from treering.errors import ConfigError, StateError
+from treering.errors import StateError
 from treering.rl.loop import RlLoop
 from treering.rl.trainer import Trainer
 
@@ -194,11 +194,3 @@ def test_a_penalty_makes_groups_of_equal_rewards_differ() -> None:
     report = loop.step()
     assert report.update is not None
     assert report.rollouts.num_groups == 2
-
-
-@pytest.mark.parametrize("name", ["num_iterations", "num_minibatches", "max_gen_batches"])
-def test_counts_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: expected greater than or equal to 1, got 0"):
-        scripted_loop(**{name: 0})
-    with pytest.raises(ConfigError, match=r"sampling\.max_tokens = 12, got 13"):
-        scripted_loop(overlong_buffer=13)

@@ -272,8 +272,12 @@ def test_an_invalid_loop_is_refused_before_the_first_step() -> None:
     ("changes", "rule"),
     [
         ({"group_size": 1}, "group_size: expected greater than or equal to 2, got 1"),
-        ({"prompts_per_step": 0}, "prompts_per_step: expected greater than or equal to 1, got 0"),
-        ({"num_train_threads": 0}, "num_train_threads: expected greater than or equal to 1"),
+        *(
+            ({name: 0}, f"{name}: expected greater than or equal to 1, got 0")
+            for name in ("prompts_per_step", "num_train_threads", "num_iterations", "num_minibatches")
+        ),
+        ({"max_gen_batches": 0}, "max_gen_batches: expected greater than or equal to 1, got 0"),
+        ({"overlong_buffer": 13}, r"sampling\.max_tokens = 12, got 13"),
         ({"clip": (2.0, 0.2)}, "clip.0: expected less than or equal to 1"),
         ({"objective": "ppo"}, "an objective of rollouts must be one of .*, got 'ppo'; it needs a value head"),
         ({"layout": "packed", "normalizer": "tree_mean"}, 'one tree per task, got layout = "packed"'),

@@ -129,19 +129,6 @@ def normalized(reward: float, rewards: list[float]) -> float:
     return (reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + EPSILON)
 
 
-def test_the_stem_with_three_leaves_by_hand() -> None:
-    forest = Forest.from_sequences(STEM)
-    expected: dict[Baseline, list[list[float]]] = {
-        "parent": [[0, 1, 2], [0, 1, 2], [0, 1, -4], [0, -3]],
-        "siblings": [[0, 2, 2], [0, 2, 2], [0, 2, -4], [0, -2]],
-        "leave_one_out": [[0, 4, 3], [0, 4, 3], [0, 4, -6], [0, -4]],
-        "root": [[0, 1, 3], [0, 1, 3], [0, 1, -3], [0, -3]],
-        "tree_rl": [[0, 2 / math.sqrt(3), 5], [0, 2 / math.sqrt(3), 5], [0, 2 / math.sqrt(3), -7], [0, -6]],
-    }
-    for baseline, rows in expected.items():
-        assert_close(tree_advantages(forest, [6, 6, 0, 0], baseline), rows, scale=20)
-
-
 @given(st.lists(st.integers(-5, 5), min_size=2, max_size=9))
 def test_a_plain_group_has_the_group_s_own_advantages_on_its_completions(rewards: list[int]) -> None:
     sequences = star(len(rewards), prompt=4, response=3)

@@ -31,10 +31,12 @@ from treering.data import (
 from treering.data.cache import build_dataset as build_module
 from treering.data.cache import dataset as dataset_module
 from treering.data.cache import folder as folder_module
+from treering.data.cache.build_dataset import DataNotes, num_distinct
 from treering.data.cache.dataset import TokenDataset
 from treering.data.cache.folder import cache_folder, clear, entries
 from treering.data.cache.open import cache_key, open_dataset
 from treering.errors import DataWarning, InputError, StateError
+from treering.tree.forest import Forest
 
 
 def same(one: RenderedTrajectory, other: RenderedTrajectory) -> bool:
@@ -502,3 +504,17 @@ def test_an_error_in_a_process_is_that_of_this_one(chats: Path, monkeypatch: pyt
     monkeypatch.setattr(build_module, "_LARGE", 1)
     with pytest.raises(InputError, match="messages need a tokenizer"):
         open_dataset(chats, Renderer(tokenizer=None), folder=None, num_workers=2)
+
+
+def test_token_ids_without_a_mask_are_counted() -> None:
+    ids, mask, notes = np.array([5, 6], np.int32), np.array([False, True]), DataNotes()
+    some = [Trajectory(task_id=1, tokens=ids, loss_mask=own) for own in (mask, None, None)]
+    notes.add(some, Renderer(tokenizer=None).render(some))
+    [note] = notes.sentences()
+    assert note.startswith("2 of 3 trajectories of token ids have no loss_mask, so every token of theirs is trained")
+
+
+@given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=8), min_size=1, max_size=8))
+def test_distinct_tokens_are_those_of_a_forest(branches: list[list[int]]) -> None:
+    arrays = [np.array(branch, np.int32) for branch in branches]
+    assert num_distinct(arrays) == Forest.from_sequences(arrays).num_tokens

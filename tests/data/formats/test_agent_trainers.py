@@ -1,9 +1,10 @@
-"""Records of prime-rl, SkyRL, NeMo-RL, ART and rLLM: what is trained, with which log-probs, rewards and tasks."""
+"""Records of prime-rl, SkyRL, NeMo-RL, ART, rLLM and verl: what is trained, with which log-probs, rewards and tasks."""
 
 import numpy as np
 import pytest
 
 from tests.data.formats.reading import read as read_all
+from tests.data.formats.reading import turns
 from treering.errors import InputError
 
 ASKED = {"role": "user", "content": "Where?"}
@@ -34,6 +35,7 @@ RLLM = {
     **{"id": "t:3", "task": {"question": "Where?"}, "is_correct": True},
     "trajectories": [{"name": "agent", "steps": [{"chat_completions": [ASKED, BASEL]}], "reward": 0.25}],
 }
+VERL = {"input": "user\nWhere?\nassistant\n", "output": "Basel", "gts": "Basel", "score": 1.0, "step": 1}
 
 
 def test_a_sample_of_prime_rl_trains_what_its_masks_say(tmp_path):
@@ -124,8 +126,27 @@ def test_token_ids_of_rllm_are_read_where_each_step_has_them(tmp_path):
         ({**NEMO, "loss_multiplier": 0.5}, "loss_multiplier weights the whole log, got 0.5"),
         ({**ART, "messages_and_choices": [ASKED, 3]}, r"messages_and_choices\[1\] must be an object"),
         ({**RLLM, "trajectories": [{"steps": [{"chat_completions": [BASEL, ASKED]}]}]}, "must end with the policy"),
+        ({**VERL, "num_turns": 4}, "num_turns is 4, so output holds the tools' texts"),
     ],
 )
 def test_an_ambiguous_record_is_refused_with_its_location(tmp_path, record, rule):
     with pytest.raises(InputError, match=rf"set\.jsonl:1: .*{rule}"):
         read(tmp_path, record)
+
+
+def test_a_row_is_raw_text_with_its_score_and_step_and_equal_inputs_are_a_task(tmp_path):
+    found, notes = read_all(tmp_path, VERL, {**VERL, "output": "Bern", "score": 0.0})
+    assert [(one.format, one.reward, one.step, turns(one)[1][1]) for one in found] == [
+        ("raw", 1.0, 1, "Basel"),
+        ("raw", 0.0, 1, "Bern"),
+    ]
+    assert found[0].task_id == found[1].task_id
+    assert [note.split(",")[0] for note in notes] == [
+        "verl writes texts without their special tokens",
+        "no task is named",
+    ]
+
+
+def test_an_empty_output_is_left_out_and_counted(tmp_path):
+    found, notes = read_all(tmp_path, VERL, {**VERL, "output": ""})
+    assert (len(found), notes[-1]) == (1, "nothing was sampled, so these are left out (1 of 2 records)")

@@ -173,10 +173,6 @@ REFUSED = {
         {"messages": [user_text("<image><image>"), SAID], "task_id": 1, "images": ["a.png"]},
         "got 1 image and 2 placeholders;",
     ),
-    "tag_too_few": (
-        {"prompt": [user_text("<image>")], "completion": [SAID], "task_id": 1, "images": ["a.png", "b.png"]},
-        "got 2 images and 1 placeholder;",
-    ),
     "tag_in_the_answer_only": (
         {"messages": [user_text("Draw."), {**SAID, "content": "Here: <image>"}], "task_id": 1, "images": ["a.png"]},
         "of the assistant has an image",

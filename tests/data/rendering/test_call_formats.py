@@ -196,8 +196,11 @@ def test_an_id_that_the_model_writes_is_kept() -> None:
 
 def test_the_plain_form_reads_tags_or_lines_with_arguments() -> None:
     assert read(PlainFormat(), '{"name": "f", "arguments": {}}') == ("", [("f", {})])
-    assert read(PlainFormat(), '{"name": "f", "parameters": {}}')[1] == []
-    assert read(PlainFormat(), 'x {"name": "f", "arguments": {}}')[1] == []
+    assert read(PlainFormat(), 'a <tool_call>{"name": "f", "arguments": {}}</tool_call> b') == ("a  b", [("f", {})])
+    # The last takes minutes if the end is searched for each beginning.
+    texts = ('{"name": "f", "parameters": {}}', 'x {"name": "f", "arguments": {}}', '{"name": "f"}', "plain text")
+    for text in (*texts, "<tool_call>\nbroken\n</tool_call>", "<tool_call> " * 20_000):
+        assert read(PlainFormat(), text) == (text, [])
 
 
 RESPONSE = {

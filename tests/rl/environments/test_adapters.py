@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from treering.data.rendering.call_formats import PlainFormat
-from treering.data.trajectory import ToolCall
 from treering.errors import ConfigError, InputError
 from treering.rl.environments.environment import Environment, EnvTask, find_environment
 from treering.rl.environments.library_tools import StepEnvironment, ToolEnvironment, tool_schema
@@ -172,26 +171,6 @@ def test_steps_have_their_rewards_and_end_the_episode(walk: type[Walk]) -> None:
     assert list(outcome.turn_rewards.values()) == [1.0, 0.0, 1.0]
     assert policy.seen[0]["role"] == "system"
     assert [message["content"] for message in policy.seen[1::2]] == ["2 to go", "1 to go", "1 to go"]
-
-
-@pytest.mark.parametrize(
-    ("text", "rest", "calls"),
-    [
-        ("plain text", "plain text", ()),
-        ('{"name": "f"}', '{"name": "f"}', ()),
-        ('{"name": "f", "arguments": {"x": 1}}', "", (ToolCall(name="f", arguments={"x": 1}),)),
-        ("<tool_call>\nbroken\n</tool_call>", "<tool_call>\nbroken\n</tool_call>", ()),
-        (
-            'a <tool_call>{"name": "f", "arguments": {}}</tool_call> b',
-            "a  b",
-            (ToolCall(name="f", arguments={}),),
-        ),
-        # Takes minutes if the end is searched for each beginning.
-        pytest.param("<tool_call> " * 20_000, "<tool_call> " * 20_000, (), id="begun and never ended"),
-    ],
-)
-def test_tool_calls_are_read_and_other_text_stays(text: str, rest: str, calls: tuple[ToolCall, ...]) -> None:
-    assert PlainFormat().split(text, ()) == (rest, calls)
 
 
 SOURCE = """

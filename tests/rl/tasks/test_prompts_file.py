@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from tests.data.conftest import CHAT_TEMPLATE, save_tokenizer
 from tests.rl.rollouts import rollout_of
@@ -30,16 +29,6 @@ def markerless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer without chat markers, whose end of text is an object with settings."""
     end = {"content": "</s>", "lstrip": False}
     return save_tokenizer(tmp_path_factory.mktemp("markerless"), ["</s>"], eos_token=end)
-
-
-@pytest.fixture(scope="module")
-def prefixing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that adds a token before every text."""
-    folder = save_tokenizer(tmp_path_factory.mktemp("prefixing"), SPECIAL)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest.fixture
@@ -76,16 +65,8 @@ HI = "<|im_start|>user\nHi?<|im_end|>\n"
         ("plain", {"prompt": "Hi?", "question": "no"}, f"{HI}<|im_start|>assistant\n"),
         (
             "plain",
-            {
-                "prompt": [
-                    {"role": "system", "content": "Be"},
-                    {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": "b"},
-                    {"role": "user", "content": [{"type": "text", "text": "Hi?"}]},
-                ]
-            },
-            "<|im_start|>system\nBe<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-            f"{HI}<|im_start|>assistant\n",
+            {"prompt": [{"role": "system", "content": "Be"}, {"role": "user", "content": "Hi?"}]},
+            f"<|im_start|>system\nBe<|im_end|>\n{HI}<|im_start|>assistant\n",
         ),
         ("hf", {"prompt": "Hi?"}, f"SYSTEM {HI}<|im_start|>assistant\n"),
         ("raw", {"prompt": "Hi?"}, "Hi?"),
@@ -110,14 +91,6 @@ def test_prompts_take_the_template_of_their_tokenizer_where_it_has_one(
     with pytest.raises(ConfigError, match="are single tokens, and"):
         PromptsFile(file, tokenizer=markerless, reward=OWN)
     assert PromptsFile(file, tokenizer=markerless, reward=OWN, template="raw").form_note is None
-
-
-def test_a_prompt_begins_as_the_tokenizer_begins_a_text(file: Path, tokenizer: Path, prefixing: Path) -> None:
-    write(file, {"prompt": "Hi?"})
-    tasks = [PromptsFile(file, tokenizer=folder, reward=OWN, template="plain") for folder in (tokenizer, prefixing)]
-    begun = Tokenizer.from_file(str(prefixing / "tokenizer.json")).encode("").ids
-    assert len(begun) == 1
-    assert [*begun, *tasks[0].prompts[0].tokens.tolist()] == tasks[1].prompts[0].tokens.tolist()
 
 
 def test_every_field_of_a_prompt_is_a_column_as_it_stands_and_its_answer_one_too(file: Path, tokenizer: Path) -> None:
@@ -160,31 +133,6 @@ def test_prompts_with_equal_tokens_are_kept_once_and_counted(file: Path, tokeniz
     write(file, {"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": "a", "answer": "2"})
     task = PromptsFile(file, tokenizer=tokenizer, reward=OWN)
     assert ([prompt.answer for prompt in task.prompts], task.num_duplicates) == (["1", None], 1)
-
-
-def test_rewards_judge_the_text_without_special_tokens(file: Path, tokenizer: Path) -> None:
-    task = PromptsFile(write(file, {"prompt": "2+2?", "answer": "#### 4"}), tokenizer=tokenizer, reward="exact_answer")
-    (prompt,) = task.prompts
-    end = task.stop_tokens[0]
-
-    def reward_of(text: str) -> float:
-        raw = PromptsFile(write(file, {"prompt": text}), tokenizer=tokenizer, reward=OWN, template="raw")
-        return task.reward(prompt, rollout_of([*raw.prompts[0].tokens, end])).reward
-
-    assert (reward_of("It is 4"), reward_of("It is 5")) == (1.0, 0.0)
-    own = PromptsFile(file, tokenizer=tokenizer, reward=OWN, template="raw")
-    tokens = [*own.prompts[0].tokens, end]
-    assert own.reward(own.prompts[0], rollout_of(tokens)).reward == len("It is 5") + 1
-
-
-def test_a_response_ends_at_the_markers_that_the_tokenizer_has(file: Path, tokenizer: Path, markerless: Path) -> None:
-    write(file, {"prompt": "a"})
-    task = PromptsFile(file, tokenizer=tokenizer, reward=OWN)
-    assert (task.stop_tokens, task.stop_strings) == ((2, 0), ())
-    plain = PromptsFile(file, tokenizer=markerless, reward=OWN, template="plain")
-    assert (plain.stop_tokens, plain.stop_strings) == ((0,), ("<|im_end|>",))
-    raw = PromptsFile(file, tokenizer=markerless, reward=OWN, template="raw")
-    assert (raw.stop_tokens, raw.stop_strings) == ((0,), ())
 
 
 def test_a_closing_stop_string_is_not_part_of_the_text(file: Path, markerless: Path) -> None:
@@ -327,14 +275,10 @@ def test_errors_name_a_prompt_without_an_id_by_file_and_line(file: Path, tokeniz
     [
         ("<think>\n", "so 4", ""),
         ("<think>\n", "so 4</think>5", "5"),
-        ("<think>\n", "so 5</think>4", "4"),
         ("[THINK]", "so 4", ""),
         ("[THINK]", "so 5[/THINK]4", "4"),
-        ("", "[THINK]so 4", ""),
         ("", "[THINK]so 5[/THINK]4", "4"),
-        ("", "<|channel|>analysis<|message|>so 4", ""),
         ("", "<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>4", "4"),
-        ("", "<think>4", ""),
         ("", "It is 4", "It is 4"),
         ("<think></think>", "It is 4", "It is 4"),
     ],
