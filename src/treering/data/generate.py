@@ -140,11 +140,10 @@ class _Writer:
         spec = self._spec
         least = max(len(turns) + 1, (spec.num_turns + 1) // 2)
         num_turns = int(self._random.integers(least, max(least, spec.num_turns) + 1))
-        return turns + [self._turn() for _ in range(num_turns - len(turns))]
-
-    def _turn(self) -> _Turn:
-        action = self._enclosed(_OPEN_ACTION, self._length(self._spec.num_action_tokens))
-        return action, self.text(self._length(self._spec.num_observation_tokens))
+        for _ in range(num_turns - len(turns)):
+            action = self._enclosed(_OPEN_ACTION, self._length(spec.num_action_tokens))
+            turns = [*turns, (action, self.text(self._length(spec.num_observation_tokens)))]
+        return turns
 
     def _length(self, mean: int) -> int:
         return int(self._random.integers(mean - mean // 2, mean + mean // 2 + 1))

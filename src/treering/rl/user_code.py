@@ -191,10 +191,7 @@ def load_own(what: str, name: str, folders: Sequence[Path] = (Path(),)) -> Modul
     Files are looked up in the folders in order, and so are modules, before the rest of Python's import path. The
     folders stay on this process's path, because the code may import more when it is called.
 
-    Args:
-        what: kind of object for errors, such as "reward".
-        name: file or module, a colon, and a name in it.
-        folders: where files and modules are looked up first.
+    `what` is the kind of object for errors, such as "reward".
 
     Raises:
         ConfigError: the file or module does not exist, or importing it raises (with its file and line).

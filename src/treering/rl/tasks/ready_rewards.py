@@ -320,8 +320,7 @@ def _formula(answer: str) -> list[Any]:
 def find_reward(name: str, folders: Sequence[Path] = (Path(),)) -> Callable[..., object]:
     """Return the built-in reward of that name, or the function of "file.py:function" or "package.module:function".
 
-    Files are looked up in the folders in order, and so are modules, before the rest of Python's import path. The
-    folders stay on this process's path, because the code may import more when it is called.
+    Files and modules are looked up in the folders as `load_own` says.
 
     Raises:
         ConfigError: the name (the nearest ones are listed), file, module or function does not exist, or importing it
