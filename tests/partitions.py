@@ -51,5 +51,7 @@ def chain_partitions(num_tokens: int, size: int) -> tuple[Partition, ...]:
 @contextmanager
 def forced(parents: Parents) -> Iterator[None]:
     """Inside the block, activations of partitions are kept or recomputed, regardless of free memory."""
-    with mock.patch("treering.train.step.choose_parents", return_value=ParentsChoice(parents=parents, reason="")):
+    with mock.patch(
+        "treering.train.step.choose_parents", return_value=ParentsChoice(keeps=parents == "keep", reason="")
+    ):
         yield

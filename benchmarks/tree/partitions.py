@@ -125,7 +125,7 @@ def _way(
 ) -> Callable[[], BackwardResult]:
     def run() -> BackwardResult:
         # What a step does by itself depends on free memory.
-        choice = ParentsChoice(parents=parents, reason="benchmark")
+        choice = ParentsChoice(keeps=parents == "keep", reason="benchmark")
         with mock.patch("treering.train.step.choose_parents", return_value=choice):
             return backward(model, tree, objective, max_tokens)
 

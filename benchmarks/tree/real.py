@@ -20,7 +20,7 @@ from benchmarks.tree.cases import build_model
 from benchmarks.tree.sets import SHAPE, TaskSample, num_flat_tokens
 from benchmarks.tree.steps import BASELINES, build_steps, gradient, relative_error
 from treering.objectives import sft
-from treering.train.step import plan_step
+from treering.train.step_plan import plan_step
 from treering.tree.forest import Forest
 from treering.tree.stats import flat_work, tree_work, work_bounds
 from treering.types import TokenIds

@@ -61,7 +61,7 @@ def test_stock_code_in_float32_stays_within_1e_5(family: str) -> None:
 
 @pytest.mark.parametrize("max_entries", [VOCAB, 7 * VOCAB])
 def test_scoring_in_chunks_changes_nothing(max_entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", {"cpu": max_entries})
+    monkeypatch.setattr("treering.model.edges.MAX_LOGIT_ENTRIES", {"cpu": max_entries})
     assert_forward_is_exact(MODEL, SHAPES["long segments"], 1e-12)
 
 
@@ -111,7 +111,7 @@ def test_a_plain_head_holds_few_logits_too(monkeypatch: pytest.MonkeyPatch) -> N
     vocab = 4096
     model = build(vocab_size=vocab)
     forest = Forest.from_sequences(SHAPES["long segments"])
-    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", {"cpu": 5 * vocab})
+    monkeypatch.setattr("treering.model.edges.MAX_LOGIT_ENTRIES", {"cpu": 5 * vocab})
     with LargestTensor() as largest:
         forward(model, forest).logprobs.sum().backward()
     weights = max(weight.numel() for weight in model.parameters())

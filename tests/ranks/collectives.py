@@ -68,7 +68,7 @@ def error_in_three_passes(mode: Any, rank: int) -> float:
     shard_model(model, "none")
     with ExitStack() as stack:
         for name, value in (("has_kernels", lambda _: True), ("rows_at_once", lambda *_: 2)):
-            stack.enter_context(mock.patch(f"treering.model.scoring.{name}", value))
+            stack.enter_context(mock.patch(f"treering.model.edges.{name}", value))
         # Its backward would compute logits again.
         stack.enter_context(mock.patch.object(ThreePassScores, "backward", None))
         backward(model, trees[rank], sft(), ranks=mode)

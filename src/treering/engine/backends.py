@@ -120,19 +120,18 @@ def _on_cuda(weights: DecoderWeights, num_slots: int) -> BackendParts:
     return BackendParts(decoder, decoder.allocator, DeviceSampler(device).sample_and_verify, f"cuda on {device.type}")
 
 
-def check_decoder(parts: TreeModel, decoder: Decoder, *, max_context: int) -> None:
+def check_decoder(model: TreeModel, decoder: Decoder, *, max_context: int) -> None:
     """Run a few tokens, at most `max_context`, through model and decoder and compare the logits.
 
     Raises:
         StateError: if the model's own logits contain NaN or +inf.
         UnsupportedError: if the logits differ by more than rounding.
     """
-    model = parts.model
-    tokens = np.arange(min(_MOST_TOKENS, max_context), dtype=np.int64) * 7919 % parts.vocab_size
-    expected = _model_logits(model, torch.from_numpy(tokens))
+    tokens = np.arange(min(_MOST_TOKENS, max_context), dtype=np.int64) * 7919 % model.vocab_size
+    name, expected = type(model.model).__name__, _model_logits(model.model, torch.from_numpy(tokens))
     if bool((expected.isnan() | expected.isposinf()).any()):
         raise StateError(
-            f"an engine needs finite logits, and those of {type(model).__name__} contain NaN or +inf: its weights "
+            f"an engine needs finite logits, and those of {name} contain NaN or +inf: its weights "
             "have diverged or are not loaded; start from an earlier checkpoint (model.path=...)"
         )
     actual = decoder.run(of_sequence(tokens)).to(expected)
@@ -141,7 +140,7 @@ def check_decoder(parts: TreeModel, decoder: Decoder, *, max_context: int) -> No
     error = float(differences.norm() / expected[expected.isfinite()].norm().clamp_min(1e-30))
     if not error <= _TOLERANCE.get(expected.dtype, _TOLERANCE_16_BITS):
         raise UnsupportedError(
-            f"the engine computes {type(model).__name__} from its weights, but the logits differ from the model's "
+            f"the engine computes {name} from its weights, but the logits differ from the model's "
             f"by {error:.1e}: a layer has a hook, an adapter or its own forward; remove or merge it"
         )
 

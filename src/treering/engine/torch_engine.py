@@ -116,25 +116,25 @@ class TorchEngine(Engine):
             backend=backend,
             costs=costs,
         )
-        self._parts = TreeModel.of(model)
-        self._max_context = min(max_positions(self._parts.model) or max_tokens, max_tokens + 1)
-        self._weights = read_weights(self._parts, num_positions=self._max_context)
-        vision = self._parts.vision
-        self._vision = None if vision is None else VisionSnapshot(self._parts, vision, max_tokens=max_tokens)
+        self._model = TreeModel.of(model)
+        self._max_context = min(max_positions(self._model.model) or max_tokens, max_tokens + 1)
+        self._weights = read_weights(self._model, num_positions=self._max_context)
+        vision = self._model.vision
+        self._vision = None if vision is None else VisionSnapshot(self._model, vision, max_tokens=max_tokens)
         made = make_backend(self._weights, max_tokens, backend, takes_images=vision is not None)
         self._decoder, self._sampler, self._backend = made.decoder, made.sampler, made.name
         # A sampled placeholder would have no image, so such a rollout could not be trained.
         self._never_sampled = () if vision is None else tuple(vision.placeholders)
-        check_decoder(self._parts, self._decoder, max_context=min(self._max_context, max_tokens))
+        check_decoder(self._model, self._decoder, max_context=min(self._max_context, max_tokens))
         self._admission = Admission(
-            vocab_size=self._parts.vocab_size,
+            vocab_size=self._model.vocab_size,
             max_context=self._max_context,
             num_slots=max_tokens,
             has_decode=decode is not None,
             vision=vision,
         )
         self._table = Table(max_rows=max_batch, allocator=made.allocator, seed=seed, move=self._decoder.move)
-        self._rehearsals = Rehearsals(self._table, vocab_size=self._parts.vocab_size)
+        self._rehearsals = Rehearsals(self._table, vocab_size=self._model.vocab_size)
         self._waiting: deque[Request] = deque()
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
@@ -147,7 +147,7 @@ class TorchEngine(Engine):
         self._decode = decode
         # Another number of threads may round differently, so it stays fixed with costs="none".
         is_free = num_threads is None and is_cpu and costs != "none"
-        self._threads = PassThreads(num_threads or fitting_threads(self._parts.model), is_free=is_free)
+        self._threads = PassThreads(num_threads or fitting_threads(self._model.model), is_free=is_free)
         self._version = version
         self._counts = dict.fromkeys(EngineStats.__slots__, 0)
 
@@ -254,16 +254,16 @@ class TorchEngine(Engine):
         elif when_running == "abort":
             rows = reversed(range(self._table.num_rows))
             self._undelivered += [self._remove_row(row, "abort") for row in rows]
-        self._weights.read(self._parts)
-        if self._vision is not None and self._parts.vision is not None:
-            self._vision.read(self._parts.vision)
+        self._weights.read(self._model)
+        if self._vision is not None and self._model.vision is not None:
+            self._vision.read(self._model.vision)
         self._table.invalidate()
         self._version = version
 
     def _check_unchanged(self) -> None:
-        vision = self._parts.vision
+        vision = self._model.vision
         sees_same = self._vision is None or vision is None or self._vision.is_current(vision)
-        if not sees_same or not self._weights.is_current(self._parts):
+        if not sees_same or not self._weights.is_current(self._model):
             raise InputError(
                 f"a version must name one set of weights, and the weights have changed since version {self._version}; "
                 f"call update_weights({self._version + 1})"
@@ -277,7 +277,7 @@ class TorchEngine(Engine):
             )
         self.has_drafter = drafter is not None
         """Whether the engine drafts."""
-        self._speculation = Speculation(drafter, vocab_size=self._parts.vocab_size, costs=self._settings.costs)
+        self._speculation = Speculation(drafter, vocab_size=self._model.vocab_size, costs=self._settings.costs)
 
     def keep_rollouts(self) -> None:
         """Keep the keys and values of finished rollouts from now on, for later turns and branches.

@@ -69,30 +69,46 @@ def tree_attention(model: nn.Module | TreeModel, backend: str = "auto") -> Itera
         >>> active.backend                              # doctest: +SKIP
         'segments'
     """
-    parts = TreeModel.of(model, calls_modules=True)
-    check_no_dropout(parts)
-    check_embedding_hooks(parts)
-    sharded = None if parts.shards is None else parts.shards.dtype
-    dtype = sharded or working_dtype(parts.decoder)
-    choice = choose_backend(backend, attention_shape(parts.config, parts.device, dtype))
+    bound = TreeModel.of(model, calls_modules=True)
+    check_no_dropout(bound)
+    check_embedding_hooks(bound)
+    sharded = None if bound.shards is None else bound.shards.dtype
+    dtype = sharded or working_dtype(bound.decoder)
+    choice = choose_backend(backend, attention_shape(bound.config, bound.device, dtype))
     name = _PREFIX + choice.backend
     _register_backends()
     with ExitStack() as undo:
-        undo.enter_context(_owned(parts))
-        configs = _configs(parts)
+        undo.enter_context(_owned(bound))
+        configs = _configs(bound)
         undo.enter_context(_implementation(configs, name))
-        for layer in parts.layers:
+        for layer in bound.layers:
             handle = layer.register_forward_pre_hook(_pass_layout, with_kwargs=True)
             undo.callback(handle.remove)
         prepare: Callable[[TreeLayout], None] = _prepare_nothing
         if choice.backend == "flash":
-            shape = attention_shape(parts.config, parts.device, dtype)
-            prepare = partial(_prepare_flash, parts=parts, shape=shape)
+            shape = attention_shape(bound.config, bound.device, dtype)
+            prepare = partial(_prepare_flash, model=bound, shape=shape)
             hook = partial(_prepare_first, prepare=prepare)
-            undo.callback(parts.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        undo.enter_context(routed(parts.mixers))
-        _route_checkpoints(parts, configs, name, undo)
+            undo.callback(bound.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        if bound.mixers:
+            undo.enter_context(routed(bound.mixers))
+        _route_checkpoints(bound, configs, name, undo)
         yield TreeContext(backend=choice.backend, reason=choice.reason, prepare=prepare)
+
+
+@contextmanager
+def without_cast_cache(device: torch.device) -> Iterator[None]:
+    """Switch off autocast's cache of cast weights before torch 2.11.
+
+    A pass after one without gradients would reuse its casts, and give these weights no gradient.
+    """
+    before = torch.is_autocast_cache_enabled()
+    is_stale = torch.__version__ < "2.11" and torch.is_autocast_enabled(device.type)
+    torch.set_autocast_cache_enabled(before and not is_stale)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def attention_shape(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> AttentionShape:
@@ -117,13 +133,13 @@ def working_dtype(module: nn.Module) -> torch.dtype:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
-def is_active(parts: TreeModel) -> bool:
+def is_active(model: TreeModel) -> bool:
     """Return whether the model is inside a `tree_attention` block of this thread.
 
     Raises:
         StateError: the model is inside a block of another thread, which could exit at any moment.
     """
-    owner = parts.decoder.__dict__.get(_OWNER)
+    owner = model.decoder.__dict__.get(_OWNER)
     if owner is None:
         return False
     if owner.thread != threading.get_ident():
@@ -137,22 +153,22 @@ class _Owner:
 
 
 @contextmanager
-def _owned(parts: TreeModel) -> Iterator[None]:
+def _owned(model: TreeModel) -> Iterator[None]:
     """Mark the model as patched by this block; `setdefault` makes the claim atomic between threads."""
     mine = _Owner(thread=threading.get_ident())
-    if parts.decoder.__dict__.setdefault(_OWNER, mine) is not mine:
+    if model.decoder.__dict__.setdefault(_OWNER, mine) is not mine:
         raise StateError("the model is already inside tree_attention; leave that block before entering another one")
     try:
         yield
     finally:
-        del parts.decoder.__dict__[_OWNER]
+        del model.decoder.__dict__[_OWNER]
 
 
-def _configs(parts: TreeModel) -> list[PreTrainedConfig]:
+def _configs(model: TreeModel) -> list[PreTrainedConfig]:
     """Return the model's configuration, and the copies in layers that PEFT's `layer_replication` made."""
-    held = (module.__dict__.get("config") for layer in parts.layers for module in layer.modules())
+    held = (module.__dict__.get("config") for layer in model.layers for module in layer.modules())
     copies = {id(config): config for config in held if isinstance(config, PreTrainedConfig)}
-    return list({id(parts.config): parts.config, **copies}.values())
+    return list({id(model.config): model.config, **copies}.values())
 
 
 @contextmanager
@@ -187,9 +203,9 @@ def _prepare_nothing(layout: TreeLayout) -> None:
     """Do nothing, for backends that compiled layers call outside their graphs."""
 
 
-def _prepare_flash(layout: TreeLayout, *, parts: TreeModel, shape: AttentionShape) -> None:
+def _prepare_flash(layout: TreeLayout, *, model: TreeModel, shape: AttentionShape) -> None:
     """Check the backend and build its tables."""
-    mixers = [mixer for layer in parts.layers for mixer in layer.modules() if hasattr(mixer, "layer_idx")]
+    mixers = [mixer for layer in model.layers for mixer in layer.modules() if hasattr(mixer, "layer_idx")]
     for window in {getattr(mixer, "sliding_window", None) for mixer in mixers}:
         has_sinks = any(hasattr(mixer, "sinks") for mixer in mixers)
         verify("flash", shape._replace(has_window=window is not None, has_sinks=has_sinks))
@@ -202,41 +218,41 @@ def _with_layout_as_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs if layout is None else {**kwargs, "attention_mask": layout}
 
 
-def _route_checkpoints(parts: TreeModel, configs: list[PreTrainedConfig], name: str, undo: ExitStack) -> None:
+def _route_checkpoints(model: TreeModel, configs: list[PreTrainedConfig], name: str, undo: ExitStack) -> None:
     """Make checkpointed layers use tree attention in their recompute, even after the block has exited."""
-    checkpointed = [layer for layer in parts.layers if getattr(layer, "gradient_checkpointing", False)]
+    checkpointed = [layer for layer in model.layers if getattr(layer, "gradient_checkpointing", False)]
     for layer in checkpointed:
         original: Any = layer._gradient_checkpointing_func
-        route = partial(_checkpoint_routed, original, configs, name, *_parts_within(layer, parts))
+        route = partial(_checkpoint_routed, original, configs, name, *_parts_within(layer, model))
         if layer._compiled_call_impl is not None and type(layer).__call__ is nn.Module.__call__:
             undo.callback(setattr, layer, "_compiled_call_impl", layer._compiled_call_impl)
             layer._compiled_call_impl = _checkpointed_around(layer, route)
             continue
         layer.__dict__["_gradient_checkpointing_func"] = route
         undo.callback(layer.__dict__.__setitem__, "_gradient_checkpointing_func", original)
-    _route_wrappers(parts, configs, name, undo)
-    if checkpointed and not any(weight.requires_grad for weight in parts.embedding.parameters()):
+    _route_wrappers(model, configs, name, undo)
+    if checkpointed and not any(weight.requires_grad for weight in model.embedding.parameters()):
         # Reentrant checkpointing drops all gradients of a block whose inputs need none (frozen embeddings with LoRA).
-        handle = parts.embedding.register_forward_hook(_require_grad)
+        handle = model.embedding.register_forward_hook(_require_grad)
         undo.callback(handle.remove)
 
 
-def _route_wrappers(parts: TreeModel, configs: list[PreTrainedConfig], name: str, undo: ExitStack) -> None:
+def _route_wrappers(model: TreeModel, configs: list[PreTrainedConfig], name: str, undo: ExitStack) -> None:
     """Do the same for torch's `checkpoint_wrapper`, by which Accelerate checkpoints the layers of FSDP2."""
-    wrappers: list[Any] = [module for layer in parts.layers for module in layer.modules()]
+    wrappers: list[Any] = [module for layer in model.layers for module in layer.modules()]
     for wrapper in wrappers:
         original = vars(wrapper).get("checkpoint_fn")
         if original is None:
             continue
-        wrapper.checkpoint_fn = partial(_checkpoint_routed, original, configs, name, *_parts_within(wrapper, parts))
+        wrapper.checkpoint_fn = partial(_checkpoint_routed, original, configs, name, *_parts_within(wrapper, model))
         undo.callback(setattr, wrapper, "checkpoint_fn", original)
 
 
-def _parts_within(module: nn.Module, parts: TreeModel) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
+def _parts_within(module: nn.Module, model: TreeModel) -> tuple[list[nn.Module], list[tuple[int, nn.Module]]]:
     """Return the recurrent mixers inside a module, and its routers with their numbers among the model's."""
     inner = set(module.modules())
-    routers = find_routers(parts).modules if parts.family.router else ()
-    mixers = [mixer for mixer in parts.mixers if mixer in inner]
+    routers = find_routers(model).modules if model.family.router else ()
+    mixers = [mixer for mixer in model.mixers if mixer in inner]
     return mixers, [(number, router) for number, router in enumerate(routers) if router in inner]
 
 

@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from treering.model.edges import by_chunks, max_logit_rows
 from treering.model.logits import OfLogits, RowChunk, chunks
-from treering.model.scoring import by_chunks, max_logit_rows
 
 if TYPE_CHECKING:
     from treering.model.teacher import TeacherRows

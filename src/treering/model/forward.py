@@ -84,25 +84,25 @@ def forward(
         >>> out = forward(model, forest)                                   # doctest: +SKIP
         >>> out.logprobs[forest.path(1)]      # log-probs of [5, 6, 8]     # doctest: +SKIP
     """
-    parts = TreeModel.of(model)
-    check_no_hooks(parts)
-    check_forest(forest, parts)
+    bound = TreeModel.of(model)
+    check_no_hooks(bound)
+    check_forest(forest, bound)
     check_temperature(temperature)
     wanted = None if wanted is None else _as_wanted(wanted, forest)
     if entropy_of not in get_args(EntropyOf):
         raise ConfigError(f"entropy_of must be one of {', '.join(get_args(EntropyOf))}, got {entropy_of!r}")
-    is_sharded = parts.shards is not None
-    with nullcontext() if is_active(parts) else tree_attention(parts, backend):
+    is_sharded = bound.shards is not None
+    with nullcontext() if is_active(bound) else tree_attention(bound, backend):
         # Every rank of a sharded model must run a forward, even if its forest is empty.
-        hidden = hidden_states(parts, FILLER if is_sharded and forest.num_tokens == 0 else forest)
+        hidden = hidden_states(bound, FILLER if is_sharded and forest.num_tokens == 0 else forest)
     table = edge_table(forest, wanted)
-    if parts.shards is not None and table.edges.size == 0:
-        zeros = torch.zeros(forest.num_tokens, device=hidden.device) + parts.shards.zero(hidden)
+    if bound.shards is not None and table.edges.size == 0:
+        zeros = torch.zeros(forest.num_tokens, device=hidden.device) + bound.shards.zero(hidden)
         return ForwardOutput(logprobs=zeros, entropy=zeros, values=None if value_head is None else zeros)
 
     def score(head: nn.Module, rows: Tensor) -> EdgeScores:
         return score_edges(
-            parts,
+            bound,
             rows,
             head,
             temperature=temperature,
@@ -111,7 +111,7 @@ def forward(
             value_head=value_head,
         )
 
-    scores = scored_on_head(parts, score, hidden)
+    scores = scored_on_head(bound, score, hidden)
     spread = partial(_spread, edges=table.edges, forest=forest, hidden=hidden)
     values = None if scores.values is None else spread(scores.values)
     return ForwardOutput(logprobs=spread(scores.logprobs), entropy=spread(scores.entropy), values=values)
@@ -183,7 +183,7 @@ def _spread(scores: Tensor, *, edges: NDArray[np.int64], forest: Forest, hidden:
 
 
 def hidden_states(
-    parts: TreeModel,
+    model: TreeModel,
     forest: Forest,
     layout: TreeLayout | None = None,
     positions: NDArray[np.integer[Any]] | None = None,
@@ -191,43 +191,43 @@ def hidden_states(
     """Return the decoder's last hidden state of every token; call it inside `tree_attention`.
 
     Args:
-        parts: parts of the model.
+        model: the model.
         forest: N tokens.
         layout: layout of a partition with its ancestors; None builds the layout of the forest.
         positions: positions of a partition, see `rotary_positions`; None uses those of the forest.
     """
     if forest.num_tokens == 0:
-        weight = next(parts.embedding.parameters())
-        return torch.zeros(0, weight.shape[1], dtype=weight.dtype, device=parts.device)
+        weight = next(model.embedding.parameters())
+        return torch.zeros(0, weight.shape[1], dtype=weight.dtype, device=model.device)
     if layout is None:
-        layout = TreeLayout(forest, parts.device, sees_whole_images=parts.sees_whole_images)
+        layout = TreeLayout(forest, model.device, sees_whole_images=model.sees_whole_images)
     has_routes = forest.routed_experts is not None
-    with replayed_routes(enumerate(find_routers(parts).modules), layout) if has_routes else nullcontext():
-        output = parts.run(
-            **decoder_inputs(parts, forest, positions), use_cache=False, return_dict=True, tree_layout=layout
+    with replayed_routes(enumerate(find_routers(model).modules), layout) if has_routes else nullcontext():
+        output = model.run(
+            **decoder_inputs(model, forest, positions), use_cache=False, return_dict=True, tree_layout=layout
         )
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def with_features(parts: TreeModel, forests: Sequence[Forest]) -> TreeModel:
-    """Return the parts with the features of all images of some forests, each computed once for all passes.
+def with_features(model: TreeModel, forests: Sequence[Forest]) -> TreeModel:
+    """Return the model with the features of all images of some forests, each computed once for all passes.
 
-    The caller calls `parts.features.backward()` after the last backward; without images there are no features.
+    The caller calls `model.features.backward()` after the last backward; without images there are no features.
     """
     images = distinct_images(forests)
-    if parts.vision is None or not images:
-        return parts
-    return replace(parts, features=ImageFeatures(parts.vision, images, is_apart=True))
+    if model.vision is None or not images:
+        return model
+    return replace(model, features=ImageFeatures(model.vision, images, is_apart=True))
 
 
-def without_gradients(parts: TreeModel, forests: Sequence[Forest]) -> TreeModel:
+def without_gradients(model: TreeModel, forests: Sequence[Forest]) -> TreeModel:
     """Return the result of `with_features` for passes that need no gradients."""
     with torch.no_grad():
-        return with_features(parts, forests)
+        return with_features(model, forests)
 
 
 def decoder_inputs(
-    parts: TreeModel,
+    model: TreeModel,
     forest: Forest,
     positions: NDArray[np.integer[Any]] | None = None,
     *,
@@ -237,20 +237,20 @@ def decoder_inputs(
 
     `device` is the device of the tokens; None uses the device on which the model computes.
     """
-    device = parts.device if device is None else device
+    device = model.device if device is None else device
     if positions is None:
         positions = rotary_positions(forest)
     at = to_device(positions, device).long()[..., None, :]
     if not forest.images:
         return {"input_ids": to_device(forest.tokens, device)[None].long(), "position_ids": at}
-    features = parts.features
+    features = model.features
     if features is None:
-        assert parts.vision is not None, "check_forest refuses images of a model of text"
-        features = ImageFeatures(parts.vision, forest.images, is_apart=False)
-    return embedded(parts.embedding, forest, features, device) | {"position_ids": at}
+        assert model.vision is not None, "check_forest refuses images of a model of text"
+        features = ImageFeatures(model.vision, forest.images, is_apart=False)
+    return embedded(model.embedding, forest, features, device) | {"position_ids": at}
 
 
-def check_forest(forest: Forest, parts: TreeModel) -> None:
+def check_forest(forest: Forest, model: TreeModel) -> None:
     """Check that `forest` is a Forest whose tokens are in the model's vocabulary, and its routes among its experts.
 
     Raises:
@@ -259,21 +259,21 @@ def check_forest(forest: Forest, parts: TreeModel) -> None:
     """
     if not isinstance(forest, Forest):
         raise InputError(f"expected a Forest, got {type(forest).__name__}; make one with Forest.from_sequences")
-    if parts.vision is not None:
-        parts.vision.check(forest)
+    if model.vision is not None:
+        model.vision.check(forest)
     elif forest.images:
         raise InputError(
-            f"the forest has {plural(len(forest.images), 'image')}, and model type {parts.config.model_type!r} takes "
+            f"the forest has {plural(len(forest.images), 'image')}, and model type {model.config.model_type!r} takes "
             f"text only; load a model that takes images ({', '.join(IMAGE_FAMILIES)})"
         )
-    if forest.num_tokens and int(forest.tokens.max()) >= parts.vocab_size:
+    if forest.num_tokens and int(forest.tokens.max()) >= model.vocab_size:
         at = int(forest.tokens.argmax())
         raise InputError(
             f"token id {int(forest.tokens[at])} at packed index {at} is outside the model's vocabulary of "
-            f"{parts.vocab_size}; check that the tokenizer belongs to the model"
+            f"{model.vocab_size}; check that the tokenizer belongs to the model"
         )
     if forest.routed_experts is not None:
-        check_routes(forest.routed_experts, parts)
+        check_routes(forest.routed_experts, model)
 
 
 def check_temperature(temperature: float) -> None:

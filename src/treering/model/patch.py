@@ -115,17 +115,17 @@ class TreePatch:
         mode_of: nn.Module | None = None,
     ) -> None:
         """Patch a model; see `patch`."""
-        parts = TreeModel.of(model, calls_modules=True)
-        self._compile = parts.compile_part
+        bound = TreeModel.of(model, calls_modules=True)
+        self._compile = bound.compile_part
         # The decoder is called inside wrappers such as PEFT's, so it is bound to the model without them.
-        self._model = TreeModel.of(parts.causal_lm, calls_modules=True)
-        check_no_dropout(parts)
-        check_embedding_hooks(parts)
-        self._vision = parts.vision
+        self._model = TreeModel.of(bound.causal_lm, calls_modules=True)
+        check_no_dropout(bound)
+        check_embedding_hooks(bound)
+        self._vision = bound.vision
         # In an image model, a module around the decoder gets the batch and embeds its images.
-        self._decoder: Any = parts.decoder if parts.vision is None else parts.vision.model
-        self._vocab_size = parts.vocab_size
-        for module in (parts.causal_lm, self._decoder):
+        self._decoder: Any = bound.decoder if bound.vision is None else bound.vision.model
+        self._vocab_size = bound.vocab_size
+        for module in (bound.causal_lm, self._decoder):
             if is_replaced(module):
                 raise StateError(
                     "the model is already patched to run on trees; undo that patch before making another one"
@@ -139,7 +139,7 @@ class TreePatch:
         self._layers: Callable[[], AbstractContextManager[None]] = nullcontext
         self._undo = [
             replace_forward(self._decoder, self._run_decoder),
-            replace_forward(parts.causal_lm, self._run_head),
+            replace_forward(bound.causal_lm, self._run_head),
         ]
 
     def undo(self) -> None:
@@ -201,20 +201,20 @@ class TreePatch:
         """Return the decoder's output with states [1, N, C], and router logits in the shape of the batch."""
         forest = batch.forest
         # A trainer may have sharded or moved the model since the patch, or given it other adapters.
-        self._model = parts = TreeModel.of(self._model, calls_modules=True)
+        self._model = bound = TreeModel.of(self._model, calls_modules=True)
         if self._vision is not None:
-            check_forest(forest, parts)
-            if parts.shards is not None:
+            check_forest(forest, bound)
+            if bound.shards is not None:
                 check_images_together(has_images=bool(forest.images))
-            original = parts.decoder
+            original = bound.decoder
         own = _OWN | _PACKING | _REFUSED.keys() | OF_IMAGES
         options = {name: value for name, value in kwargs.items() if name not in own}
         device = next(self._decoder.parameters()).device
-        layout = TreeLayout(forest, device, sees_whole_images=parts.sees_whole_images)
-        with self._layers(), tree_attention(parts, self._backend) as active:
+        layout = TreeLayout(forest, device, sees_whole_images=bound.sees_whole_images)
+        with self._layers(), tree_attention(bound, self._backend) as active:
             active.prepare(layout)
             output = self._compile(original)(
-                **decoder_inputs(parts, forest, device=device),
+                **decoder_inputs(bound, forest, device=device),
                 tree_layout=layout,
                 use_cache=False,
                 return_dict=True,

@@ -168,12 +168,12 @@ def _replay(
 
 
 @contextmanager
-def router_hooks(routers: Routers | None) -> Iterator[None]:
-    """Hook the routers, inside the context, so that forwards can be recorded; None hooks nothing.
+def router_hooks(routers: Routers) -> Iterator[None]:
+    """Hook the routers, inside the context, so that forwards can be recorded.
 
     The context must enclose a whole step, because torch.compile keeps the hooks that it saw in the first forward.
     """
-    handles = [] if routers is None else [module.register_forward_hook(_record) for module in routers.modules]
+    handles = [module.register_forward_hook(_record) for module in routers.modules]
     try:
         yield
     finally:

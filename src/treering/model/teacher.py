@@ -18,10 +18,9 @@ from treering.errors import ConfigError
 from treering.model.checks import check_whole
 from treering.model.context import is_active, tree_attention
 from treering.model.divergence import Target
-from treering.model.edges import EdgeTable
+from treering.model.edges import EdgeTable, max_logit_rows
 from treering.model.forward import check_forest, check_temperature, hidden_states
 from treering.model.logits import scaled_logits
-from treering.model.scoring import max_logit_rows
 from treering.model.tree_model import TreeModel
 from treering.tree.forest import Forest
 from treering.types import is_count
@@ -173,42 +172,42 @@ def score(
         >>> scores.ids[1], scores.logprobs[1]   # what may follow [5, 6]          # doctest: +SKIP
         (tensor([7, 8]), tensor([-0.69, -0.71]))
     """
-    parts = TreeModel.of(teacher)
-    check_whole(parts, "a teacher")
-    check_forest(forest.without_routes(), parts)
+    bound = TreeModel.of(teacher)
+    check_whole(bound, "a teacher")
+    check_forest(forest.without_routes(), bound)
     check_temperature(temperature)
-    check_top_k(top_k, parts)
+    check_top_k(top_k, bound)
     if top_k is None and temperature != 1.0:
         raise ConfigError(
             f"score divides logits by a temperature only with top_k, got {temperature} for hidden states; give it to "
             "objectives.distill"
         )
     with torch.no_grad():
-        with nullcontext() if is_active(parts) else tree_attention(parts, backend):
-            hidden = hidden_states(parts, forest.without_routes())
-        states = states_of(parts, hidden)
+        with nullcontext() if is_active(bound) else tree_attention(bound, backend):
+            hidden = hidden_states(bound, forest.without_routes())
+        states = states_of(bound, hidden)
         return states if top_k is None else states.top(top_k, temperature)
 
 
-def states_of(parts: TreeModel, hidden: Float[Tensor, "R C"]) -> TeacherStates:
+def states_of(model: TreeModel, hidden: Float[Tensor, "R C"]) -> TeacherStates:
     """Return the distributions of a teacher's hidden states."""
     return TeacherStates(
         hidden=hidden,
-        head=parts.head,
-        softcap=parts.softcap,
-        logit_divisor=parts.logit_divisor,
-        num_logits=parts.num_logits,
+        head=model.head,
+        softcap=model.softcap,
+        logit_divisor=model.logit_divisor,
+        num_logits=model.num_logits,
     )
 
 
-def check_top_k(top_k: int | None, parts: TreeModel) -> None:
+def check_top_k(top_k: int | None, model: TreeModel) -> None:
     """Check that `top_k` is None or a count below the vocabulary.
 
     Raises:
         ConfigError: `top_k` is neither.
     """
-    if top_k is not None and not (is_count(top_k, least=1) and top_k < parts.num_logits):
+    if top_k is not None and not (is_count(top_k, least=1) and top_k < model.num_logits):
         raise ConfigError(
-            f"top_k must be at least 1 and below the vocabulary of {parts.num_logits}, got {top_k!r}; None takes all "
+            f"top_k must be at least 1 and below the vocabulary of {model.num_logits}, got {top_k!r}; None takes all "
             "of it"
         )

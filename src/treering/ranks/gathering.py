@@ -9,9 +9,67 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treering.errors import StateError
+from treering.errors import StateError, UnsupportedError
 from treering.ranks.group import RankGroup, buckets
-from treering.ranks.units import groups_of
+from treering.ranks.setup import StepRanks
+from treering.ranks.units import Shards, groups_of, units_of
+
+
+@contextmanager
+def reduced_over_ranks(
+    team: StepRanks,
+    model: nn.Module,
+    shards: Shards | None,
+    value_head: nn.Module | None,
+    run_filler: Callable[[Callable[..., Any]], Tensor],
+) -> Iterator[Callable[[], None]]:
+    """Reduce gradients over ranks after the passes of a step, which run inside this context and `tree_attention`.
+
+    Sharded weights are reduced by their units: in every pass, or at the end. Weights that every rank holds whole, such
+    as those of a value head or of a model inside DDP, are summed at the end.
+
+    Yield a function to call before the last backward. Whole weights are then summed while that backward runs, so no
+    rank may sum anything else until the block ends.
+
+    Args:
+        team: ranks of the step.
+        model: the model with all its weights.
+        shards: its units; None if every rank holds it whole.
+        value_head: head with weights of its own; None without one.
+        run_filler: runs one small forward with a given decoder, and returns its hidden states.
+
+    Raises:
+        UnsupportedError: a sharded value head.
+    """
+    if team.mode is None:
+        yield do_nothing
+        return
+    if value_head is not None and units_of(value_head):
+        raise UnsupportedError(
+            "a value head must be whole on every rank, and fully_shard has sharded this one; exclude it from "
+            "fully_shard, and backward sums its gradients"
+        )
+    units = () if shards is None else shards.units
+
+    def zero() -> Tensor:
+        assert shards is not None
+        return shards.zero_in_one_entry(run_filler)
+
+    weights = whole_weights(units, model, value_head)
+    try:
+        with (
+            summed(weights, team.group) as before_last,
+            gathered(units if team.mode == "gathered" else (), zero),
+        ):
+            # Sharded units communicate during the backward, where the sums of whole weights would mix with theirs.
+            yield do_nothing if units else before_last
+    except BaseException:
+        reset(units)
+        raise
+
+
+def do_nothing() -> None:
+    """Take the place of a function to call before the last backward where nothing overlaps with it."""
 
 
 @contextmanager

@@ -18,11 +18,12 @@ from treering.model.tree_model import TreeModel
 from treering.ranks.group import RankGroup
 from treering.train.entries import read_entries
 from treering.train.objectives.sft import sft
-from treering.train.partitioned import Unit, num_forwards, score_unit
+from treering.train.partitioned import score_unit
 from treering.train.progress import OnProgress, PhaseProgress
-from treering.train.scoring import Scorer
-from treering.train.step import plan_step, units_of
+from treering.train.scorer import Scorer
+from treering.train.step_plan import num_forwards, plan_step
 from treering.tree.forest import Forest
+from treering.tree.plan import Unit
 
 
 def branch_logprobs(
@@ -57,32 +58,29 @@ def branch_logprobs(
 
     Example: branches [5, 6, 7] and [5, 6, 8] with masks [0, 0, 1] are scored in one pass over 4 tokens.
     """
-    parts, group = TreeModel.of(model), RankGroup() if group is None else group
-    check_no_hooks(parts)
+    bound, group = TreeModel.of(model), RankGroup() if group is None else group
+    check_no_hooks(bound)
     for forest in forests:
-        check_forest(forest, parts)
+        check_forest(forest, bound)
     objective = sft(loss_masks)
     read_entries(forests, objective)
-    scorer = Scorer(
-        parts=without_gradients(parts, forests), temperature=temperature, entropy_of="none", value_head=None
-    )
-    plan = plan_step(forests, objective, max_tokens, device=parts.device)
-    units = units_of(plan)
-    num_passes = sum(map(num_forwards, units))
+    scorer = Scorer(model=without_gradients(bound, forests), temperature=temperature)
+    plan = plan_step(forests, objective, max_tokens, device=bound.device)
+    num_passes = sum(map(num_forwards, plan.units))
     # Before the first pass, which gathers sharded weights.
     most_passes = max(group.gather(num_passes))
     progress = PhaseProgress("scoring", plan.num_tokens, on_progress)
     found, num_done = [np.zeros(mask.size) for mask in loss_masks], 0
-    with nullcontext() if is_active(parts) else tree_attention(parts, backend), torch.no_grad():
-        for unit in units:
+    with nullcontext() if is_active(bound) else tree_attention(bound, backend), torch.no_grad():
+        for unit in plan.units:
             _score_into(found, unit, loss_masks, scorer, in_step=group.size > 1, progress=progress)
             num_done += unit.forest.num_tokens
             progress.reach(num_done)
         for _ in range(num_passes, most_passes):
-            scorer.zero(hidden_states(scorer.parts, FILLER))
-        if parts.shards is not None:
+            scorer.zero(hidden_states(scorer.model, FILLER))
+        if bound.shards is not None:
             # A checkpoint reads the sharded weights.
-            parts.shards.release()
+            bound.shards.release()
     return found
 
 

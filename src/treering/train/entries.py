@@ -76,6 +76,14 @@ class FlatBatch(BatchEntries):
     pairs: Int64Array | None
     pair_weight: float
 
+    def local_pairs(self, branches: Int64Array) -> Int64Array:
+        """Return the pairs whose branches are both in `branches`, as indices into it."""
+        assert self.pairs is not None
+        local_branch = np.full(self.branch_tree.size, -1, np.int64)
+        local_branch[branches] = np.arange(branches.size)
+        local = local_branch[self.pairs]
+        return local[(local >= 0).all(1)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Selection:

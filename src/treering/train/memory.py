@@ -45,7 +45,7 @@ _BUDGETS: WeakKeyDictionary[nn.Module, dict[Layers, int]] = WeakKeyDictionary()
 T = TypeVar("T")
 
 
-def tokens_that_fit(parts: TreeModel, weights: Iterable[Tensor], mode: RanksMode | None = None) -> int:
+def tokens_that_fit(model: TreeModel, weights: Iterable[Tensor], mode: RanksMode | None = None) -> int:
     """Return the number of tokens whose activations fit into free memory; call it inside `tree_attention`.
 
     Memory is read in each step, and the number never rises: no memory is reserved for an optimizer, whose state lowers
@@ -53,25 +53,25 @@ def tokens_that_fit(parts: TreeModel, weights: Iterable[Tensor], mode: RanksMode
     `DEFAULT_TOKENS` if the decoder is frozen and saves nothing.
 
     Args:
-        parts: parts of the model.
+        model: the model.
         weights: weights of the model and of a value head.
         mode: how ranks keep step; None if one rank trains by itself.
 
     Example: 40 GB free and 1 MB a token give 29,952 tokens for a model whose gradients exist.
     """
-    if parts.device.type != "cuda":
+    if model.device.type != "cuda":
         return DEFAULT_TOKENS
-    budgets, layers = _BUDGETS.setdefault(parts.decoder, {}), layers_of(parts.decoder)
-    found = _measured(parts, weights, mode)
+    budgets, layers = _BUDGETS.setdefault(model.decoder, {}), layers_of(model.decoder)
+    found = _measured(model, weights, mode)
     budgets[layers] = min(found, budgets.get(layers, found))
     return budgets[layers]
 
 
-def run_by_memory(parts: TreeModel, weights: Iterable[Tensor], run: Callable[[int], T], first: Callable[[], int]) -> T:
+def run_by_memory(model: TreeModel, weights: Iterable[Tensor], run: Callable[[int], T], first: Callable[[], int]) -> T:
     """Run a step with as many tokens at a time as fit, and retry with half of them if memory runs out.
 
     Args:
-        parts: parts of the model.
+        model: the model.
         weights: weights whose gradients the step adds; before a retry, their gradients are cleared.
         run: the step, called with the number of tokens.
         first: returns the number to begin with.
@@ -95,9 +95,9 @@ def run_by_memory(parts: TreeModel, weights: Iterable[Tensor], run: Callable[[in
         for weight in weights:
             weight.grad = None
         gc.collect()
-        if parts.device.type == "cuda":
+        if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        _BUDGETS.setdefault(parts.decoder, {})[layers_of(parts.decoder)] = tokens // 2
+        _BUDGETS.setdefault(model.decoder, {})[layers_of(model.decoder)] = tokens // 2
         warnings.warn(
             f"memory ran out with max_tokens={tokens:,}, so this step and later ones run with {tokens // 2:,}; set "
             f"max_tokens={tokens // 2} to save the failed attempt",
@@ -118,18 +118,18 @@ def fewest_on_ranks(group: RankGroup, own: Callable[[], int]) -> int:
     return agreement.max_tokens
 
 
-def _measured(parts: TreeModel, weights: Iterable[Tensor], mode: RanksMode | None = None) -> int:
-    each = bytes_per_token(parts)
-    if parts.shards is not None:
-        parts.shards.release()
+def _measured(model: TreeModel, weights: Iterable[Tensor], mode: RanksMode | None = None) -> int:
+    each = bytes_per_token(model)
+    if model.shards is not None:
+        model.shards.release()
     if each == 0:
         return DEFAULT_TOKENS
-    to_come = sum(_bytes_to_come(weight, parts, mode) for weight in weights)
-    fitting = int((free_memory(parts.device) * (1 - _HEAD_SHARE) - to_come) / each)
+    to_come = sum(_bytes_to_come(weight, model, mode) for weight in weights)
+    fitting = int((free_memory(model.device) * (1 - _HEAD_SHARE) - to_come) / each)
     return max(LEAST_TOKENS, fitting // LEAST_TOKENS * LEAST_TOKENS)
 
 
-def _bytes_to_come(weight: Tensor, parts: TreeModel, mode: RanksMode | None) -> int:
+def _bytes_to_come(weight: Tensor, model: TreeModel, mode: RanksMode | None) -> int:
     """Return the bytes a step allocates for a weight: its gradient, and both in full if a shard is gathered."""
     from torch.distributed.tensor import DTensor
 
@@ -139,7 +139,7 @@ def _bytes_to_come(weight: Tensor, parts: TreeModel, mode: RanksMode | None) -> 
     num_bytes = needs_gradient * (weight.to_local() if isinstance(weight, DTensor) else weight).nbytes
     if not is_shard or mode != "gathered":
         return num_bytes
-    dtype = weight.dtype if parts.shards is None or parts.shards.dtype is None else parts.shards.dtype
+    dtype = weight.dtype if model.shards is None or model.shards.dtype is None else model.shards.dtype
     return num_bytes + (1 + weight.requires_grad) * weight.numel() * dtype.itemsize
 
 
@@ -148,30 +148,30 @@ class ParentsChoice:
     """What happens to a partition's activations while the partitions below it run.
 
     Attributes:
-        parents: "keep": activations stay, and nothing is computed twice. "recompute": they are dropped and computed
-            again before the backward; keys and values stay. Both give the same gradients.
+        keeps: True: activations stay, and nothing is computed twice. False: they are dropped and computed again before
+            the backward; keys and values stay. Both give the same gradients.
         reason: explanation for the log.
     """
 
-    parents: Literal["keep", "recompute"]
+    keeps: bool
     reason: str
 
 
-def choose_parents(parts: TreeModel, chain_tokens: int) -> ParentsChoice:
+def choose_parents(model: TreeModel, chain_tokens: int) -> ParentsChoice:
     """Keep activations if they fit into free memory, else recompute them, which costs one forward.
 
     Args:
-        parts: the model; the caller is inside `tree_attention`.
+        model: the model; the caller is inside `tree_attention`.
         chain_tokens: tokens of the longest chain of partitions.
 
     Example: a chain of 10,000 tokens at 1 MB each is kept in 20 GB of free memory, and recomputed with 5 GB.
     """
-    needed, free = chain_tokens * bytes_per_token(parts), free_memory(parts.device)
+    needed, free = chain_tokens * bytes_per_token(model), free_memory(model.device)
     reason = (
         f"the longest chain of partitions holds {chain_tokens:,} tokens, about {needed / 1e9:.2f} GB of activations, "
         f"and {free / 1e9:.2f} GB are free"
     )
-    return ParentsChoice(parents="keep" if needed <= free else "recompute", reason=reason)
+    return ParentsChoice(keeps=needed <= free, reason=reason)
 
 
 def free_memory(device: torch.device) -> float:
@@ -200,14 +200,14 @@ PROBE_TOKENS = (19, 53)
 or a head size: compilers would treat the two as the same size, and build one more graph."""
 
 
-def saved_bytes(run: Callable[[], object], parts: TreeModel) -> int:
+def saved_bytes(run: Callable[[], object], model: TreeModel) -> int:
     """Return the bytes that a forward saves for its backward: storages other than weights, each counted once.
 
     Args:
         run: the forward; no backward follows it.
-        parts: parts of the model, whose weights are not counted.
+        model: the model, whose weights are not counted.
     """
-    weights = _weight_storages(parts)
+    weights = _weight_storages(model)
     storages: dict[int, int] = {}
     held: list[Tensor] = []
 
@@ -228,33 +228,33 @@ def saved_bytes(run: Callable[[], object], parts: TreeModel) -> int:
 _MEASURED: WeakKeyDictionary[nn.Module, dict[object, float]] = WeakKeyDictionary()
 
 
-def bytes_per_token(parts: TreeModel) -> float:
+def bytes_per_token(model: TreeModel) -> float:
     """Return the bytes that a forward saves per token, from two short forwards; call it inside `tree_attention`.
 
     The result is cached per model and state (trained weights, dtypes, mode, checkpointing, attention) for the life of
     the model.
     """
-    known = _MEASURED.setdefault(parts.decoder, {})
-    state = _state_of(parts)
+    known = _MEASURED.setdefault(model.decoder, {})
+    state = _state_of(model)
     if state not in known:
-        known[state] = _measure_bytes_per_token(parts)
+        known[state] = _measure_bytes_per_token(model)
     return known[state]
 
 
-def _state_of(parts: TreeModel) -> object:
+def _state_of(model: TreeModel) -> object:
     """Return the key of everything that decides how much a forward saves."""
-    device = parts.device.type
+    device = model.device.type
     # All ranks measure shards together, but each measures gathered weights itself: neither may use the other's result.
-    weights = [(type(weight), weight.dtype, weight.requires_grad) for weight in parts.decoder.parameters()]
-    modules = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in parts.decoder.modules()]
+    weights = [(type(weight), weight.dtype, weight.requires_grad) for weight in model.decoder.parameters()]
+    modules = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in model.decoder.modules()]
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    how = (cast, parts.config._attn_implementation, layers_of(parts.decoder))
+    how = (cast, model.config._attn_implementation, layers_of(model.decoder))
     return device, how, hash(tuple(weights)), hash(tuple(modules))
 
 
-def _measure_bytes_per_token(parts: TreeModel) -> float:
+def _measure_bytes_per_token(model: TreeModel) -> float:
     few, more = (
-        saved_bytes(lambda n=n: hidden_states(parts, Forest.from_sequences([[0] * n])), parts)  # type: ignore[misc]
+        saved_bytes(lambda n=n: hidden_states(model, Forest.from_sequences([[0] * n])), model)  # type: ignore[misc]
         for n in PROBE_TOKENS
     )
     return (more - few) / (PROBE_TOKENS[1] - PROBE_TOKENS[0])
@@ -264,8 +264,8 @@ def _unread(packed: None) -> Tensor:
     raise AssertionError("a forward that is only measured has no backward")
 
 
-def _weight_storages(parts: TreeModel) -> set[int]:
-    return {_storage(weight) for module in (parts.decoder, parts.head) for weight in module.parameters()}
+def _weight_storages(model: TreeModel) -> set[int]:
+    return {_storage(weight) for module in (model.decoder, model.head) for weight in module.parameters()}
 
 
 def _storage(tensor: Tensor) -> int:

@@ -26,15 +26,12 @@ from treering.model.forward import hidden_states
 from treering.model.three_pass import backward_of
 from treering.train.progress import PhaseProgress
 from treering.train.router_losses import branches_through
-from treering.train.scoring import Scorer, put_scores
+from treering.train.scorer import Scorer, put_scores
 from treering.tree.forest import Forest
 from treering.tree.fragment import query_ranges, take_fragment
 from treering.tree.image_tokens import rotary_positions
 from treering.tree.partition import PartitionedTree
-from treering.tree.plan import MicroBatch
-
-Unit = MicroBatch | PartitionedTree
-"""Work computed in one go: trees side by side, or one tree in partitions."""
+from treering.tree.plan import Unit
 
 Event = tuple[Literal["enter", "leave"], int]
 LossOfPartition = Callable[[int, EdgeTable], LossOf]
@@ -143,7 +140,7 @@ class PartitionedStep:
         live = self._live[number] = self._open(number)
         if self._children[number] and not self._keeps:
             with torch.no_grad():
-                hidden_states(self._scorer.parts, live.fragment, live.layout, live.positions)
+                hidden_states(self._scorer.model, live.fragment, live.layout, live.positions)
             self.num_recomputed += live.fragment.num_tokens
             return
         live.hidden, live.router_loss = self._forward(live)
@@ -198,7 +195,7 @@ class PartitionedStep:
             ancestors=tuple(ancestors),
             gateway=gateway,
             boundary=boundary,
-            sees_whole_images=self._scorer.parts.sees_whole_images,
+            sees_whole_images=self._scorer.model.sees_whole_images,
         )
         return _OpenPartition(
             fragment=fragment,
@@ -255,8 +252,3 @@ def score_unit(
     everywhere = scorer.no_scores(unit.forest.num_tokens)
     put_scores(everywhere, scores, table)
     return everywhere
-
-
-def num_forwards(unit: Unit) -> int:
-    """Return the number of forwards in a pass over a unit; 0 for an empty micro-batch."""
-    return len(unit.partitions) if isinstance(unit, PartitionedTree) else int(unit.forest.num_tokens > 0)

@@ -7,15 +7,15 @@ If an objective needs a whole branch or pair that does not fit into one forward,
 without gradients, gives the loss's gradient with respect to every log-prob; the second takes that gradient back through
 the model.
 
-`backward` checks its arguments, plans micro-batches and flattens entries; `_Passes` then runs the units of the plan.
+`backward` chooses the number of tokens at one time; `_Call.run` checks the arguments, plans units and flattens entries;
+`_Passes` runs the units.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,18 +23,17 @@ from torch import Tensor, nn
 
 from treering.arrays import Float64Array, Int64Array
 from treering.attention.layout import to_device
-from treering.errors import ConfigError, InputError, StateError, UnsupportedError
+from treering.errors import InputError, StateError
 from treering.model.checks import check_no_hooks
-from treering.model.context import is_active, tree_attention
+from treering.model.context import is_active, tree_attention, without_cast_cache
 from treering.model.edges import EdgeScores, EdgeTable, LossOf, edge_table
 from treering.model.forward import FILLER, check_forest, check_temperature, hidden_states, with_features
-from treering.model.routers import find_routers, router_hooks
+from treering.model.routers import Routers, find_routers, router_hooks
 from treering.model.three_pass import backward_of, begin_step
 from treering.model.tree_model import TreeModel
-from treering.ranks.gathering import gathered, reset, summed, whole_weights
+from treering.ranks.gathering import do_nothing, reduced_over_ranks
 from treering.ranks.group import agreeing
 from treering.ranks.setup import RanksOption, StepRanks, ranks_of, without_ddp
-from treering.ranks.units import units_of as sharded_units
 from treering.train.entries import FlatBatch, Selection, flatten_batch, read_entries
 from treering.train.memory import (
     DEFAULT_TOKENS,
@@ -46,19 +45,15 @@ from treering.train.memory import (
     tokens_that_fit,
 )
 from treering.train.objective import Entries, Objective
-from treering.train.partitioned import PartitionedStep, Unit, num_forwards, score_unit
+from treering.train.partitioned import PartitionedStep, score_unit
 from treering.train.progress import OnProgress, PhaseProgress
 from treering.train.router_losses import RouterFactors, Routing, branches_through
-from treering.train.scoring import Scorer, joined_leaves, split_gradients, vector_product
+from treering.train.scorer import Scorer, joined_leaves, split_gradients, vector_product
+from treering.train.step_plan import count_passes, crossing_units, num_forwards, plan_step
 from treering.train.step_teacher import StepTeacher
 from treering.tree.forest import Forest
 from treering.tree.partition import PartitionedTree
-from treering.tree.plan import MicroBatch, Plan, plan_batch
-
-FILL_TOKENS = MappingProxyType({"cpu": 2048})
-"""Tokens per micro-batch by device, used if `max_tokens` is larger. Smaller trees are combined up to this size, and
-larger ones are cut to it if the cut needs no extra pass. On a CPU 2,048 tokens keep every core busy, and larger tensors
-are allocated on fresh pages each time: steps with 8,192 tokens took 6 to 25 % longer (8 layers of 512)."""
+from treering.tree.plan import MicroBatch, Plan, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,137 +160,146 @@ def backward(
     """
     if not isinstance(forests, Iterable | Forest):
         raise InputError(f"expected a Forest or several, got {forests!r:.80}; make one with Forest.from_sequences")
-    forests = [forests] if isinstance(forests, Forest) else list(forests)
     given = model if isinstance(model, TreeModel) else without_ddp(model)
-    module = given.model if isinstance(given, TreeModel) else given
-    team = ranks_of(module, ranks)
+    call = _Call(
+        given=given,
+        forests=[forests] if isinstance(forests, Forest) else list(forests),
+        objective=objective,
+        temperature=temperature,
+        value_head=value_head,
+        backend=backend,
+        team=ranks_of(given.model if isinstance(given, TreeModel) else given, ranks),
+        router_losses=router_losses,
+        on_progress=on_progress,
+    )
+    if max_tokens != "auto":
+        return call.run(max_tokens)
+    if call.team.group.size > 1:
+        tokens = fewest_on_ranks(call.team.group, call.tokens_that_fit)
+        # Ranks that run the same passes cannot cut a tree, so an estimate that is too low for one gives way.
+        largest = max((forest.num_tokens for forest in call.forests), default=0) if call.team.mode == "sharded" else 0
+        return call.run(max(tokens, min(largest, DEFAULT_TOKENS)))
+    return run_by_memory(TreeModel.of(given), call.weights, call.run, call.tokens_that_fit)
 
-    def step(most: int | None) -> BackwardResult:
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Call:
+    """One call of `backward`, which may run several times if memory runs out.
+
+    Attributes:
+        given: the model as given, without DDP; every run binds it again, in case it has changed.
+        team: the ranks, and how they keep step.
+    """
+
+    given: nn.Module | TreeModel
+    forests: Sequence[Forest]
+    objective: Objective
+    temperature: float
+    value_head: nn.Module | None
+    backend: str
+    team: StepRanks
+    router_losses: RouterFactors | None
+    on_progress: OnProgress | None
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """Weights of the model and of a value head."""
+        module = self.given.model if isinstance(self.given, TreeModel) else self.given
+        return [*module.parameters(), *(() if self.value_head is None else self.value_head.parameters())]
+
+    def run(self, max_tokens: int | None) -> BackwardResult:
+        """Run the step with at most `max_tokens` at one time."""
+        objective, team = self.objective, self.team
         # All checks come before the first gradient is added and before ranks communicate.
         with agreeing(team.group) as agreement:
-            model = TreeModel.of(given)
-            _check_inputs(model, forests, objective, temperature, value_head)
+            model = TreeModel.of(self.given)
+            _check_inputs(model, self.forests, objective, self.temperature, self.value_head)
             teacher = None
             if objective.distillation is not None:
                 teacher = StepTeacher(
-                    objective.distillation, student=model, forests=forests, temperature=temperature, backend=backend
+                    objective.distillation,
+                    student=model,
+                    forests=self.forests,
+                    temperature=self.temperature,
+                    backend=self.backend,
                 )
-            _check_router_losses(router_losses)
-            routers = None if router_losses is None else find_routers(model)
+            routers = self._routers(model)
             in_step = team.mode == "sharded"
             plan = plan_step(
-                forests, objective, most, device=model.device, in_step=in_step, router_losses=router_losses
+                self.forests,
+                objective,
+                max_tokens,
+                device=model.device,
+                in_step=in_step,
+                router_losses=self.router_losses,
             )
-            units = units_of(plan)
-            entries = read_entries(forests, objective)
+            entries = read_entries(self.forests, objective)
             if teacher is not None:
-                teacher.check(units, entries)
-            agreement.what = f"{objective.name} with ranks={team.mode!r} and router_losses={router_losses}"
-            agreement.num_passes = _count_passes(plan, objective) if in_step else 0
-        inside = nullcontext() if is_active(model) else tree_attention(model, backend)
+                teacher.check(plan.units, entries)
+            agreement.what = f"{objective.name} with ranks={team.mode!r} and router_losses={self.router_losses}"
+            agreement.num_passes = count_passes(plan, objective) if in_step else 0
+
+        def run_filler(decoder: Callable[..., Any]) -> Tensor:
+            return hidden_states(replace(model, run=decoder), FILLER)
+
         teaching = nullcontext() if teacher is None else teacher.active()
-        reducing = _reduced_over_ranks(team, model, value_head)
-        with inside, teaching, router_hooks(routers), _without_cast_cache(model.device), reducing as before_last:
-            model = with_features(model, forests)
+        reducing = reduced_over_ranks(team, model.model, model.shards, self.value_head, run_filler)
+        with self._inside(model, routers), teaching, reducing as before_last:
             batch = flatten_batch(entries, objective, team.group.sum)
             routing = None
-            if router_losses is not None and routers is not None:
-                routing = Routing(router_losses, routers, plan.num_branch_tokens, team.group.sum)
+            if self.router_losses is not None and routers is not None:
+                routing = Routing(self.router_losses, routers, plan.num_branch_tokens, team.group.sum)
+            scorer = Scorer(
+                model=with_features(model, self.forests),
+                temperature=self.temperature,
+                entropy_of="all" if "entropy" in objective.needs else "none",
+                value_head=self.value_head,
+                reads_logprobs=objective.reads_logprobs,
+                divergence=None if teacher is None else teacher.divergence,
+                routing=routing,
+            )
+            features = scorer.model.features
             passes = _Passes(
                 objective=objective,
                 batch=batch,
-                scorer=Scorer(
-                    parts=model,
-                    temperature=temperature,
-                    entropy_of="all" if "entropy" in objective.needs else "none",
-                    value_head=value_head,
-                    reads_logprobs=objective.reads_logprobs,
-                    divergence=None if teacher is None else teacher.divergence,
-                    routing=routing,
-                ),
-                units=units,
-                selected=[batch.select(unit.forest, unit.branches) for unit in units],
+                scorer=scorer,
+                units=plan.units,
+                selected=[batch.select(unit.forest, unit.branches) for unit in plan.units],
                 min_passes=agreement.num_passes,
                 teacher=teacher,
-                on_progress=on_progress,
-                before_last=before_last if model.features is None else _nothing,
+                on_progress=self.on_progress,
+                before_last=before_last if features is None else do_nothing,
             )
             passes.run()
-            if model.features is not None:
-                model.features.backward()
-        # Values on the device are read from here on.
-        if routing is not None and not routing.has_load:
-            routing.share_load()
-        num_terms = batch.num_trained if objective.pairs is None else float(len(objective.pairs))
-        averages = {name: _sum(values) / max(num_terms, 1e-300) for name, values in passes.metric_sums.items()}
-        return BackwardResult(
-            loss=_sum(passes.losses) + (0.0 if routing is None else routing.total),
-            num_trained_tokens=batch.num_trained,
-            averages=averages | ({} if routing is None else routing.metrics()),
-            plan=replace(plan, ranks=team.mode),
-            parents=passes.parents,
-            num_recomputed_tokens=passes.num_recomputed_tokens,
-            num_scoring_tokens=passes.num_scoring_tokens,
-            scoring_s=passes.scoring_s,
-        )
+            if features is not None:
+                features.backward()
+        return _result(passes, replace(plan, ranks=team.mode))
 
-    if max_tokens != "auto":
-        return step(max_tokens)
-    weights = [*module.parameters(), *(() if value_head is None else value_head.parameters())]
+    def tokens_that_fit(self) -> int:
+        """Return the number of tokens for which free memory has room."""
+        model = TreeModel.of(self.given)
+        with self._inside(model, self._routers(model)):
+            return tokens_that_fit(model, self.weights, self.team.mode)
 
-    def first() -> int:
-        bound = TreeModel.of(given)
-        _check_router_losses(router_losses)
-        routers = None if router_losses is None else find_routers(bound)
-        inside = nullcontext() if is_active(bound) else tree_attention(bound, backend)
-        # Compiled layers keep the hooks of their first forward.
-        with inside, router_hooks(routers), _without_cast_cache(bound.device):
-            return tokens_that_fit(bound, weights, team.mode)
+    @contextmanager
+    def _inside(self, model: TreeModel, routers: Routers | None) -> Iterator[None]:
+        """Prepare the model for every forward of the step; compiled layers keep the hooks of their first one."""
+        with ExitStack() as stack:
+            if not is_active(model):
+                stack.enter_context(tree_attention(model, self.backend))
+            if routers is not None:
+                stack.enter_context(router_hooks(routers))
+            stack.enter_context(without_cast_cache(model.device))
+            yield
 
-    if team.group.size > 1:
-        tokens = fewest_on_ranks(team.group, first)
-        # Ranks that run the same passes cannot cut a tree, so an estimate that is too low for one gives way.
-        largest = max((forest.num_tokens for forest in forests), default=0) if team.mode == "sharded" else 0
-        return step(max(tokens, min(largest, DEFAULT_TOKENS)))
-    return run_by_memory(TreeModel.of(given), weights, step, first)
-
-
-def plan_step(
-    forests: Sequence[Forest],
-    objective: Objective,
-    max_tokens: int | None,
-    *,
-    device: torch.device,
-    in_step: bool = False,
-    router_losses: RouterFactors | None = None,
-) -> Plan:
-    """Plan the step as `backward` does: `plan_batch` with the fastest number of tokens for the device.
-
-    For ranks that run the same passes (`in_step`), only `max_tokens` counts, because none of their trees may be cut.
-    The same holds for a batch with a balance loss that fits into one forward, because one forward needs no counting
-    pass.
-
-    Raises:
-        InputError: see `plan_batch`.
-
-    Example: under a budget of 16,384 a tree of 5,000 tokens becomes three partitions on CPU, but stays whole for gspo,
-    whose partitions would need a pass without gradients.
-    """
-    fill_tokens = None if max_tokens is None or in_step else FILL_TOKENS.get(device.type)
-    num_tokens = sum(forest.num_tokens for forest in forests)
-    if router_losses is not None and router_losses.balance and num_tokens <= (max_tokens or 0):
-        fill_tokens = None
-    return plan_batch(
-        forests,
-        max_tokens,
-        fill_tokens=fill_tokens,
-        cut_tokens=fill_tokens if objective.scope == "entry" else None,
-    )
-
-
-def units_of(plan: Plan) -> list[Unit]:
-    """Return the units in the order in which a step runs them: micro-batches, then partitioned trees."""
-    return [*plan.micro_batches, *plan.partitioned]
+    def _routers(self, model: TreeModel) -> Routers | None:
+        if self.router_losses is None:
+            return None
+        if not isinstance(self.router_losses, RouterFactors):
+            raise InputError(
+                f"router_losses must be RouterLosses, such as RouterLosses(balance=0.001), got {self.router_losses!r}"
+            )
+        return find_routers(model)
 
 
 def _check_inputs(
@@ -332,49 +336,6 @@ def _check_inputs(
     heads = [] if value_head is None else [*value_head.parameters()]
     if not any(weight.requires_grad for weight in (*model.model.parameters(), *heads)):
         raise StateError("backward needs a parameter with requires_grad=True, and all are frozen; unfreeze some")
-
-
-def _check_router_losses(router_losses: RouterFactors | None) -> None:
-    if router_losses is not None and not isinstance(router_losses, RouterFactors):
-        raise InputError(
-            f"router_losses must be RouterLosses, such as RouterLosses(balance=0.001), got {router_losses!r}"
-        )
-
-
-def _count_passes(plan: Plan, objective: Objective) -> int:
-    """Count the forwards with a backward of a rank in step with others; ranks with fewer add empty ones.
-
-    Raises:
-        ConfigError: a tree in partitions, or a sequence or pair that is not computed in one pass.
-    """
-    units = units_of(plan)
-    if plan.partitioned or _crossing(units, objective):
-        num_cut = len(plan.partitioned)
-        raise ConfigError(
-            f'ranks="sharded" needs whole trees and pairs, and max_tokens={plan.max_tokens} '
-            f"{f'cuts {num_cut} of the trees' if num_cut else 'puts the branches of a pair into two micro-batches'}; "
-            'set ranks="gathered", or raise max_tokens'
-        )
-    return len(units)
-
-
-def _crossing(units: Sequence[Unit], objective: Objective) -> list[int]:
-    """Return the indices of units that hold only part of a branch or pair that the objective needs whole."""
-    if objective.scope == "entry":
-        return []
-    crossing = {i for i, unit in enumerate(units) if isinstance(unit, PartitionedTree)}
-    if objective.pairs is not None:
-        unit_of = np.full(sum(unit.branches.size for unit in units), -1, np.int64)
-        for number, unit in enumerate(units):
-            unit_of[unit.branches] = number
-        sides = unit_of[objective.pairs]
-        crossing |= set(sides[sides[:, 0] != sides[:, 1]].ravel().tolist())
-        # A unit that shares a pair with a crossing unit crosses too; all other pairs lie within their unit.
-    return sorted(crossing)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _check_unchanged(weights: Mapping[nn.Parameter, int]) -> None:
@@ -426,15 +387,15 @@ class _Passes:
         """Add all gradients to `.grad`."""
         chains = [unit.chain_tokens for unit in self.units if isinstance(unit, PartitionedTree)]
         if chains:
-            self.parents = choose_parents(self.scorer.parts, chain_tokens=max(chains))
+            self.parents = choose_parents(self.scorer.model, chain_tokens=max(chains))
         begin_step()
-        weights = {one: one._version for one in self.scorer.parts.model.parameters() if one.requires_grad}
+        weights = {one: one._version for one in self.scorer.model.model.parameters() if one.requires_grad}
         vectors = self._score_first()
         self._begin("training", range(len(self.units)))
         num_done = 0
         for number, unit in enumerate(self.units):
             is_last = number == len(self.units) - 1 and not self.min_passes
-            before_last = self.before_last if is_last else _nothing
+            before_last = self.before_last if is_last else do_nothing
             if isinstance(unit, MicroBatch):
                 before_last()
                 self._run_whole(unit, self.selected[number], vectors.get(number))
@@ -460,7 +421,7 @@ class _Passes:
             By unit, for units that hold only part of a branch or pair: the loss's gradient with respect to each score,
             [N].
         """
-        crossing = _crossing(self.units, self.objective)
+        crossing = crossing_units(self.units, self.objective)
         routing = self.scorer.routing
         if routing is not None:
             is_cut = any(isinstance(unit, PartitionedTree) for unit in self.units)
@@ -486,7 +447,7 @@ class _Passes:
                     self._score(number, self.selected[number].only(np.zeros(0, np.int64)))
             with torch.no_grad():
                 for _ in range(sum(map(num_forwards, self.units)), self.min_passes):
-                    self.scorer.zero(hidden_states(self.scorer.parts, FILLER))
+                    self.scorer.zero(hidden_states(self.scorer.model, FILLER))
             routing.share_load()
             self.scoring_s += time.perf_counter() - started
         return vectors
@@ -535,7 +496,7 @@ class _Passes:
             unit,
             edge_table(unit.forest, selected.wanted(unit.forest)),
             self._scorer_of(unit, selected),
-            keeps=self.parents.parents == "keep",
+            keeps=self.parents.keeps,
             progress=self._progress,
         )
         parts = selected.split(step.owner_of_edge[selected.edges], len(unit.partitions))
@@ -551,7 +512,7 @@ class _Passes:
     def _run_nothing(self) -> None:
         """Run a forward and backward that adds zeros, so that a rank without work stays in step."""
         self._num_passes += 1
-        nothing = self.scorer.zero(hidden_states(self.scorer.parts, FILLER))
+        nothing = self.scorer.zero(hidden_states(self.scorer.model, FILLER))
         if nothing.requires_grad:
             nothing.backward()  # type: ignore[no-untyped-call]
 
@@ -599,7 +560,7 @@ class _Passes:
                 entropy=scores.entropy[at] if "entropy" in objective.needs else None,
                 state_values=values if "value" in objective.needs else None,
                 divergence=None if scores.divergence is None else scores.divergence[at].to(logprobs.dtype),
-                pairs=_local_pairs(batch, selected.branches, logprobs.device),
+                pairs=None if batch.pairs is None else to_device(batch.local_pairs(selected.branches), logprobs.device),
             )
         )
         if objective.scope == "pair":
@@ -614,74 +575,25 @@ class _Passes:
         return loss
 
 
-def _local_pairs(batch: FlatBatch, branches: Int64Array, device: torch.device) -> Tensor | None:
-    """Return the pairs whose branches are both in `branches`, as indices into it."""
-    if batch.pairs is None:
-        return None
-    local_branch = np.full(batch.branch_tree.size, -1, np.int64)
-    local_branch[branches] = np.arange(branches.size)
-    local = local_branch[batch.pairs]
-    return to_device(local[(local >= 0).all(1)], device)
+def _result(passes: _Passes, plan: Plan) -> BackwardResult:
+    """Return the result of finished passes; values on the device are read here."""
+    routing, batch, pairs = passes.scorer.routing, passes.batch, passes.objective.pairs
+    if routing is not None and not routing.has_load:
+        routing.share_load()
+    num_terms = batch.num_trained if pairs is None else float(len(pairs))
+    averages = {name: _sum(values) / max(num_terms, 1e-300) for name, values in passes.metric_sums.items()}
+    return BackwardResult(
+        loss=_sum(passes.losses) + (0.0 if routing is None else routing.total),
+        num_trained_tokens=batch.num_trained,
+        averages=averages | ({} if routing is None else routing.metrics()),
+        plan=plan,
+        parents=passes.parents,
+        num_recomputed_tokens=passes.num_recomputed_tokens,
+        num_scoring_tokens=passes.num_scoring_tokens,
+        scoring_s=passes.scoring_s,
+    )
 
 
 def _sum(scalars: Sequence[Tensor]) -> float:
     """Sum in float64 and in order, with one transfer."""
     return sum(torch.stack([one.double() for one in scalars]).tolist()) if scalars else 0.0
-
-
-@contextmanager
-def _without_cast_cache(device: torch.device) -> Iterator[None]:
-    """Switch off autocast's cache of cast weights before torch 2.11.
-
-    A pass after one without gradients would reuse its casts, and give these weights no gradient.
-    """
-    before = torch.is_autocast_cache_enabled()
-    is_stale = torch.__version__ < "2.11" and torch.is_autocast_enabled(device.type)
-    torch.set_autocast_cache_enabled(before and not is_stale)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
-@contextmanager
-def _reduced_over_ranks(
-    team: StepRanks, model: TreeModel, value_head: nn.Module | None
-) -> Iterator[Callable[[], None]]:
-    """Reduce gradients over ranks after the passes of a step, which run inside this context and `tree_attention`.
-
-    Sharded weights are reduced by their units: in every pass, or at the end. Weights that every rank holds whole, such
-    as those of a value head or of a model inside DDP, are summed at the end.
-
-    Yield a function to call before the last backward. Whole weights are then summed while that backward runs, so no
-    rank may sum anything else until the block ends.
-
-    Raises:
-        UnsupportedError: a sharded value head.
-    """
-    if team.mode is None:
-        yield _nothing
-        return
-    if value_head is not None and sharded_units(value_head):
-        raise UnsupportedError(
-            "a value head must be whole on every rank, and fully_shard has sharded this one; exclude it from "
-            "fully_shard, and backward sums its gradients"
-        )
-    shards = model.shards
-    units = () if shards is None else shards.units
-
-    def zero() -> Tensor:
-        assert shards is not None
-        return shards.zero_in_one_entry(lambda run: hidden_states(replace(model, run=run), FILLER))
-
-    weights = whole_weights(units, model.model, value_head)
-    try:
-        with (
-            summed(weights, team.group) as before_last,
-            gathered(units if team.mode == "gathered" else (), zero),
-        ):
-            # Sharded units communicate during the backward, where the sums of whole weights would mix with theirs.
-            yield _nothing if units else before_last
-    except BaseException:
-        reset(units)
-        raise

@@ -23,10 +23,11 @@ from treering.model.teacher import TargetRows, TeacherTopK, check_top_k, states_
 from treering.model.tree_model import TreeModel
 from treering.train.entries import BatchEntries, Selection
 from treering.train.objective import Distillation, GivenScores
-from treering.train.partitioned import PartitionedStep, Unit
-from treering.train.scoring import Scorer
+from treering.train.partitioned import PartitionedStep
+from treering.train.scorer import Scorer
 from treering.tree.forest import Forest
 from treering.tree.partition import PartitionedTree
+from treering.tree.plan import Unit
 
 MAX_TOTAL = 1.001
 """Upper bound on the summed probability of a state's k tokens; rounding in bfloat16 stays below it."""
@@ -106,10 +107,10 @@ class GivenTargets:
         return f"branch {branch}, token {entry - int(self._offsets[branch])}"
 
 
-def teacher_parts(
+def bound_teacher(
     distillation: Distillation | None, *, student: TreeModel, forests: Sequence[Forest]
 ) -> TreeModel | None:
-    """Return the parts of the teacher if it is a model, else None.
+    """Return the teacher if it is a model, else None.
 
     Raises:
         InputError: the teacher's vocabulary is not the student's, or lacks a token of the forests.
@@ -118,17 +119,17 @@ def teacher_parts(
     """
     if distillation is None or not isinstance(distillation.teacher, nn.Module):
         return None
-    parts = TreeModel.of(distillation.teacher)
-    check_whole(parts, "a teacher")
-    if parts.num_logits != student.num_logits:
+    bound = TreeModel.of(distillation.teacher)
+    check_whole(bound, "a teacher")
+    if bound.num_logits != student.num_logits:
         raise InputError(
-            f"a teacher must share the student's tokenizer, and its head has {parts.num_logits} tokens where the "
+            f"a teacher must share the student's tokenizer, and its head has {bound.num_logits} tokens where the "
             f"student's has {student.num_logits}; use a teacher with the same vocabulary"
         )
     for forest in forests:
-        check_forest(forest.without_routes(), parts)
-    check_top_k(distillation.top_k, parts)
-    return without_gradients(parts, forests)
+        check_forest(forest.without_routes(), bound)
+    check_top_k(distillation.top_k, bound)
+    return without_gradients(bound, forests)
 
 
 class StepTeacher:
@@ -150,7 +151,7 @@ class StepTeacher:
         """Bind a teacher; `temperature` is the step's, `backend` the attention backend of a teacher that is a model.
 
         Raises:
-            InputError: given scores that do not fit the number of branches or their tokens; see also `teacher_parts`.
+            InputError: given scores that do not fit the number of branches or their tokens; see also `bound_teacher`.
         """
         own = distillation.temperature
         self.divergence = Divergence(
@@ -158,7 +159,7 @@ class StepTeacher:
         )
         self._top_k = distillation.top_k
         self._backend = backend
-        self._parts = teacher_parts(distillation, student=student, forests=forests)
+        self._model = bound_teacher(distillation, student=student, forests=forests)
         self._given = None
         if not isinstance(distillation.teacher, nn.Module):
             lengths = np.concatenate([np.zeros(0, np.int64), *(forest.branch_length for forest in forests)])
@@ -170,9 +171,9 @@ class StepTeacher:
         Raises:
             UnsupportedError: a teacher in training mode with dropout.
         """
-        if self._parts is None or is_active(self._parts):
+        if self._model is None or is_active(self._model):
             return nullcontext()
-        return tree_attention(self._parts, self._backend)
+        return tree_attention(self._model, self._backend)
 
     def check(self, units: Sequence[Unit], entries: BatchEntries) -> None:
         """Check given scores before the first gradient; a model has none to check.
@@ -188,30 +189,30 @@ class StepTeacher:
         """Return the distributions at the states before the selected tokens; at least one token must be selected."""
         if self._given is not None:
             return self._given.targets(unit.forest, selected)
-        assert self._parts is not None
+        assert self._model is not None
         # A teacher chooses its own experts.
         unit = replace(unit, forest=unit.forest.without_routes())
         wanted = selected.wanted(unit.forest)
         if isinstance(unit, PartitionedTree):
-            states, hidden = _states_of_partitions(self._parts, unit, wanted)
+            states, hidden = _states_of_partitions(self._model, unit, wanted)
         else:
-            states, hidden = _states_of_forest(self._parts, unit.forest, wanted)
-        rows = states_of(self._parts, hidden)
+            states, hidden = _states_of_forest(self._model, unit.forest, wanted)
+        rows = states_of(self._model, hidden)
         top_k, temperature = self._top_k, self.divergence.temperature
         return TargetRows(states=states, rows=rows if top_k is None else rows.top(top_k, temperature))
 
 
-def _states_of_forest(parts: TreeModel, forest: Forest, wanted: BoolArray) -> tuple[Int64Array, Tensor]:
+def _states_of_forest(model: TreeModel, forest: Forest, wanted: BoolArray) -> tuple[Int64Array, Tensor]:
     """Return the states before the wanted tokens, int64 [R], and the teacher's hidden states there, no gradients."""
     states = edge_table(forest, wanted).rows
     with torch.no_grad():
-        hidden = hidden_states(parts, forest)
+        hidden = hidden_states(model, forest)
         return states, hidden[to_device(states, hidden.device)]
 
 
-def _states_of_partitions(parts: TreeModel, unit: PartitionedTree, wanted: BoolArray) -> tuple[Int64Array, Tensor]:
+def _states_of_partitions(model: TreeModel, unit: PartitionedTree, wanted: BoolArray) -> tuple[Int64Array, Tensor]:
     """Return the same as `_states_of_forest`, computed in the student's partitions."""
-    scorer = Scorer(parts=parts, temperature=1.0, entropy_of="none", value_head=None)
+    scorer = Scorer(model=model)
     states: list[Int64Array] = []
     hidden: list[Tensor] = []
 

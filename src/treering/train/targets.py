@@ -25,12 +25,12 @@ from treering.model.forward import check_forest
 from treering.model.three_pass import backward_of, begin_step
 from treering.model.tree_model import TreeModel
 from treering.train.memory import choose_parents
-from treering.train.partitioned import PartitionedStep, Unit
-from treering.train.scoring import Scorer
-from treering.train.step import FILL_TOKENS, units_of
+from treering.train.partitioned import PartitionedStep
+from treering.train.scorer import Scorer
+from treering.train.step_plan import FILL_TOKENS
 from treering.tree.forest import Forest
 from treering.tree.partition import PartitionedTree
-from treering.tree.plan import plan_batch
+from treering.tree.plan import Unit, plan_batch
 
 LossOfTargets = Callable[[int, Tensor], Tensor]
 """(index of a sequence, log-probs of its targets in their shape) -> its part of the loss, a scalar."""
@@ -84,24 +84,24 @@ def score_targets(
         >>> scores.logprobs[1].shape, scores.num_flat_tokens, scores.num_computed_tokens      # doctest: +SKIP
         ((2, 2), 4, 3)
     """
-    parts = TreeModel.of(model)
-    check_no_hooks(parts)
+    bound = TreeModel.of(model)
+    check_no_hooks(bound)
     targets = [np.asarray(each, np.int64) for each in targets]
     forest = Forest.from_sequences(sequences)
-    check_forest(forest, parts)
-    _check_targets(forest, targets, parts.vocab_size)
+    check_forest(forest, bound)
+    _check_targets(forest, targets, bound.vocab_size)
     trains = trains and loss is not None
-    if trains and not any(weight.requires_grad for weight in parts.model.parameters()):
+    if trains and not any(weight.requires_grad for weight in bound.model.parameters()):
         raise StateError("gradients need trainable weights, and all weights of this model are frozen; unfreeze some")
-    fill_tokens = None if max_tokens is None else FILL_TOKENS.get(parts.device.type)
-    units = units_of(plan_batch([forest], max_tokens, fill_tokens=fill_tokens, cut_tokens=fill_tokens))
-    scorer = Scorer(parts=parts, temperature=1.0, entropy_of="none", value_head=None)
+    fill_tokens = None if max_tokens is None else FILL_TOKENS.get(bound.device.type)
+    plan = plan_batch([forest], max_tokens, fill_tokens=fill_tokens, cut_tokens=fill_tokens)
+    scorer = Scorer(model=bound)
     found: list[Float64Array] = [np.zeros(0)] * len(targets)
     losses = [0.0] * len(targets)
     num_computed = 0
     begin_step()
-    with nullcontext() if is_active(parts) else tree_attention(parts, backend):
-        for unit in units:
+    with nullcontext() if is_active(bound) else tree_attention(bound, backend):
+        for unit in plan.units:
             slots = _Slots.of(unit, targets)
             num_computed += unit.forest.num_tokens
             if isinstance(unit, PartitionedTree):
@@ -200,7 +200,7 @@ def _train_partitions(unit: PartitionedTree, table: EdgeTable, scorer: Scorer, l
     """Add the gradients of a partitioned tree whose loss sees whole sequences; return the recomputed tokens."""
     total.backward()  # type: ignore[no-untyped-call]
     vector = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
-    keeps = choose_parents(scorer.parts, chain_tokens=unit.chain_tokens).parents == "keep"
+    keeps = choose_parents(scorer.model, chain_tokens=unit.chain_tokens).keeps
     step = PartitionedStep(unit, table, scorer, keeps=keeps)
 
     def loss_of(_: int, part: EdgeTable) -> LossOf:

@@ -33,6 +33,10 @@ class MicroBatch:
         assert self.branches.shape == (self.forest.num_branches,)
 
 
+Unit = MicroBatch | PartitionedTree
+"""Work computed in one go: trees side by side, or one tree in partitions."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     """How an optimizer batch is computed, and what that saves.
@@ -50,9 +54,14 @@ class Plan:
     ranks: str | None = None
 
     @property
+    def units(self) -> tuple[Unit, ...]:
+        """Work in the order in which it runs: micro-batches, then partitioned trees."""
+        return (*self.micro_batches, *self.partitioned)
+
+    @property
     def forests(self) -> tuple[Forest, ...]:
-        """Forests of the micro-batches, then the partitioned trees."""
-        return (*(batch.forest for batch in self.micro_batches), *(tree.forest for tree in self.partitioned))
+        """Forest of each unit."""
+        return tuple(unit.forest for unit in self.units)
 
     @property
     def num_tokens(self) -> int:
@@ -99,14 +108,13 @@ def plan_batch(
     """Plan the trees of `forests`: micro-batches and partitions of at most `max_tokens` tokens.
 
     Whole trees go into micro-batches by first-fit decreasing: at most 11/9 of the fewest, plus one. A tree over the
-    Whole trees go into micro-batches by first-fit decreasing: at most 11/9 of the fewest, plus one. A tree over the
     budget is cut into partitions. Equal inputs give equal plans.
 
     Args:
         forests: branches are numbered through all of them in order.
-        max_tokens: None computes everything at one time.
         max_tokens: None computes everything at once.
         fill_tokens: most tokens of several trees together; a larger tree is alone in its micro-batch. None fills up to
+            `max_tokens`.
         cut_tokens: a larger tree is cut into partitions of at most this many tokens, even if it fits `max_tokens`.
 
     Raises:

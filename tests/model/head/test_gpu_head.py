@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from treering.model.edges import score_rows
 from treering.model.logits import add_product
-from treering.model.scoring import score_rows
 from treering.model.three_pass import has_kernels
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ def test_a_head_on_a_device_is_that_of_float64(
     dtype: torch.dtype, temperature: float, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert has_kernels(torch.device("cuda"))
-    monkeypatch.setattr("treering.model.scoring.rows_at_once", lambda *_: max_rows)
+    monkeypatch.setattr("treering.model.edges.rows_at_once", lambda *_: max_rows)
     torch.manual_seed(0)
     num_rows, size, vocab = 300, 64, 20_001
     row_of = np.sort(np.random.default_rng(0).integers(0, num_rows, 350))
@@ -36,7 +36,9 @@ def test_a_head_on_a_device_is_that_of_float64(
         options = {"temperature": temperature, "entropy_of": "all", "vocab_size": vocab}
         found = score_rows(leaf, own, targets.to(device), row_of, **options)  # type: ignore[arg-type]
         (found.logprobs.sum() + 0.3 * found.entropy.sum()).backward()
-        results.append([tensor.detach().cpu().double() for tensor in (*found, leaf.grad, own.weight.grad)])
+        results.append(
+            [tensor.detach().cpu().double() for tensor in (found.logprobs, found.entropy, leaf.grad, own.weight.grad)]
+        )
     for wanted, got in zip(*results, strict=True):
         assert (got - wanted).norm() <= TOLERANCES[dtype] * wanted.norm()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from treering.model import scoring
+from treering.model import edges
 from treering.model.logits import BufferedHead, LinearRows, chunks
 from treering.model.three_pass import (
     ThreePassLoss,
@@ -55,7 +55,7 @@ def scores(tensors: list[Tensor], kind: Any, *, temperature: float, max_rows: in
     pieces = chunks(NUM_ROWS, ROW_OF, max_rows)
     weights = [*tensors[:2], tensors[2] if len(tensors) > 2 else None]
     if kind is LinearRows:
-        of_logits = scoring._TargetScores(TARGETS, torch.from_numpy(ROW_OF), entropy_of)
+        of_logits = edges._TargetScores(TARGETS, torch.from_numpy(ROW_OF), entropy_of)
         return LinearRows.apply(*weights, pieces, temperature, of_logits)
     return kind.apply(*weights, TARGETS, torch.from_numpy(ROW_OF), pieces, temperature, entropy_of)
 

@@ -113,16 +113,16 @@ def test_the_measured_number_leaves_room_for_the_gradients_that_are_to_come(
 ) -> None:
     monkeypatch.setattr(memory, "LEAST_TOKENS", 8)
     model = build_float64("qwen3", tie_word_embeddings=tied)
-    parts, values = TreeModel.of(model), nn.Linear(model.config.hidden_size, 1).double()
+    bound, values = TreeModel.of(model), nn.Linear(model.config.hidden_size, 1).double()
     weights = [*model.parameters(), *values.parameters()]
     size, vocab = model.config.hidden_size, model.config.vocab_size
-    layers = sum(weight.numel() for layer in parts.layers for weight in layer.parameters())
+    layers = sum(weight.numel() for layer in bound.layers for weight in layer.parameters())
     numbers = layers + size + (1 if tied else 2) * vocab * size + size + 1
 
     def found(tokens: float, num_bytes: int) -> int:
-        room = tokens * bytes_per_token(parts) + num_bytes
+        room = tokens * bytes_per_token(bound) + num_bytes
         monkeypatch.setattr(memory, "free_memory", lambda device: room * 4 / 3)
-        return memory._measured(parts, weights)
+        return memory._measured(bound, weights)
 
     # Numbers are multiples of 8, so a count that is a weight too high or too low changes one of the two.
     least, most = free_tokens + 0.001, free_tokens + 7.999
@@ -131,7 +131,7 @@ def test_the_measured_number_leaves_room_for_the_gradients_that_are_to_come(
         for weight in weights:
             weight.grad = torch.zeros_like(weight)
         assert found(least, 0) == found(most, 0) == free_tokens, "gradients that exist are not counted again"
-    assert tokens_that_fit(parts, weights) == DEFAULT_TOKENS, "on a CPU it is a fixed number"
+    assert tokens_that_fit(bound, weights) == DEFAULT_TOKENS, "on a CPU it is a fixed number"
 
 
 def test_a_step_leaves_room_for_all_weights_of_the_model_and_of_a_value_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +150,12 @@ def test_the_number_falls_when_an_optimizer_takes_memory_and_never_rises(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(memory, "bytes_per_token", lambda parts: 1.0)
-    parts = replace(TreeModel.of(model), device=torch.device("cuda"))
+    monkeypatch.setattr(memory, "bytes_per_token", lambda bound: 1.0)
+    bound = replace(TreeModel.of(model), device=torch.device("cuda"))
     found = []
     for free in (4000, 3000, 4000):
         monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
-        found.append(tokens_that_fit(parts, []))
+        found.append(tokens_that_fit(bound, []))
     assert found == [3000, 2250, 2250]
 
 
@@ -174,18 +174,18 @@ def test_reference_cycles_of_a_failed_step_are_freed_before_the_cache_is_emptied
         held.append(weakref.ref(cycle[0]))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    parts = replace(TreeModel.of(model), device=torch.device("cuda"))
+    bound = replace(TreeModel.of(model), device=torch.device("cuda"))
     gc.disable()
     try:
         with pytest.warns(RuntimeWarning, match="memory ran out"):
-            assert memory.run_by_memory(parts, [], run, lambda: 64) == 32
+            assert memory.run_by_memory(bound, [], run, lambda: 64) == 32
     finally:
         gc.enable()
     assert freed == [True]
 
 
 def test_a_frozen_decoder_saves_nothing_and_takes_the_fixed_number(model: nn.Module) -> None:
-    parts = TreeModel.of(model)
-    parts.decoder.requires_grad_(False)
+    bound = TreeModel.of(model)
+    bound.decoder.requires_grad_(False)
     with tree_attention(model):
-        assert memory._measured(parts, model.parameters()) == DEFAULT_TOKENS
+        assert memory._measured(bound, model.parameters()) == DEFAULT_TOKENS

@@ -121,7 +121,7 @@ def test_a_step_reads_no_value_on_the_host(name: str, monkeypatch: pytest.Monkey
 
 
 def test_a_head_in_chunks_reads_no_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", {"cpu": 3 * VOCAB})
+    monkeypatch.setattr("treering.model.edges.MAX_LOGIT_ENTRIES", {"cpu": 3 * VOCAB})
     with no_reads(monkeypatch):
         assert step(build("qwen3"), sft(masks()), {}).num_trained_tokens > 0
 

@@ -39,8 +39,8 @@ def test_a_loss_on_kernels_gives_the_gradients_of_float64(
     exact, model = build_float64(), build()
     wanted = backward(exact, FORESTS, OBJECTIVES[objective](), max_tokens, temperature=0.8)
     takes_parts = objective != "gspo" or max_tokens is not None
-    monkeypatch.setattr("treering.model.scoring.has_kernels", lambda _: True)
-    monkeypatch.setattr("treering.model.scoring.rows_at_once", lambda *_: 2)
+    monkeypatch.setattr("treering.model.edges.has_kernels", lambda _: True)
+    monkeypatch.setattr("treering.model.edges.rows_at_once", lambda *_: 2)
     score_first = ThreePassScores.backward
 
     def backward_of_scores(*inputs: Any) -> Any:

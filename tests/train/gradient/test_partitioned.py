@@ -25,7 +25,7 @@ from treering.model.forward import hidden_states
 from treering.model.layers import enable_gradient_checkpointing
 from treering.model.tree_model import TreeModel
 from treering.objectives import gspo, ppo, sft
-from treering.train import memory, scoring, step
+from treering.train import memory, scorer, step_plan
 from treering.train.memory import free_memory, saved_bytes
 from treering.train.step import backward
 from treering.tree.forest import Forest
@@ -50,12 +50,12 @@ def cut_by(cut: Cut) -> Iterator[None]:
             first += forest.num_branches
         return Plan(micro_batches=(), partitioned=tuple(trees), max_tokens=max_tokens)
 
-    honest = step.plan_batch
-    step.plan_batch = plan  # type: ignore[assignment]
+    honest = step_plan.plan_batch
+    step_plan.plan_batch = plan  # type: ignore[assignment]
     try:
         yield
     finally:
-        step.plan_batch = honest
+        step_plan.plan_batch = honest
 
 
 @pytest.mark.parametrize("backend", EXACT_BACKENDS)
@@ -142,13 +142,13 @@ def test_only_recomputed_parents_cost_tokens() -> None:
 
 def test_partitions_above_nothing_that_is_trained_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
-    honest = scoring.hidden_states
+    honest = scorer.hidden_states
 
     def counted(parts: object, fragment: Forest, *more: object) -> Tensor:
         lengths.append(fragment.num_tokens)
         return honest(parts, fragment, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(scoring, "hidden_states", counted)
+    monkeypatch.setattr(scorer, "hidden_states", counted)
     forest = Forest.from_sequences([[1] * 40])
     with cut_by(lambda tree: chain_partitions(tree.num_tokens, 10)), forced("keep"):
         backward(MODEL, forest, sft([[0] * 12 + [1] + [0] * 27]))
@@ -219,8 +219,8 @@ def test_the_memory_model_chooses_by_what_a_token_costs(monkeypatch: pytest.Monk
         result = backward(model, forest, sft(), max_tokens=100)
         assert result.parents is not None
         assert "400 tokens, about 0.0" in result.parents.reason
-        chosen[share] = result.parents.parents
-    assert chosen == {1.2: "keep", 0.8: "recompute"}
+        chosen[share] = result.parents.keeps
+    assert chosen == {1.2: True, 0.8: False}
     assert backward(model, forest, sft()).parents is None
     assert free_memory(torch.device("cpu")) > 0
 
@@ -254,13 +254,13 @@ def test_a_device_that_prefers_fewer_tokens_cuts_where_that_costs_nothing(monkey
     by_sequence = gspo([1.0, -1.0], masks, [[-3.0] * 6] * 2)
     backward(MODEL, forest, sft(masks))
     expected = take_gradients(MODEL)
-    monkeypatch.setattr(step, "FILL_TOKENS", {"cpu": 4})
+    monkeypatch.setattr(step_plan, "FILL_TOKENS", {"cpu": 4})
     few = backward(MODEL, forest, sft(masks), 16)
     assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
     assert (few.plan.max_tokens, few.plan.num_micro_batches, few.num_recomputed_tokens) == (4, 3, 0)
     # The limit stays if a pass without gradients would be needed or ranks must plan alike; None runs everything at
     # once.
     for objective, max_tokens, in_step in ((by_sequence, 16, False), (sft(masks), 16, True), (sft(masks), None, False)):
-        plan = step.plan_step([forest], objective, max_tokens, device=torch.device("cpu"), in_step=in_step)
+        plan = step_plan.plan_step([forest], objective, max_tokens, device=torch.device("cpu"), in_step=in_step)
         assert (plan.max_tokens, plan.num_micro_batches) == (max_tokens, 1)
     take_gradients(MODEL)

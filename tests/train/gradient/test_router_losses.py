@@ -28,7 +28,8 @@ from treering.model.routers import find_routers
 from treering.model.tree_model import TreeModel
 from treering.objectives import sft
 from treering.train.router_losses import branches_through
-from treering.train.step import BackwardResult, backward, plan_step
+from treering.train.step import BackwardResult, backward
+from treering.train.step_plan import plan_step
 from treering.tree.forest import Forest
 
 EXACT = 1e-10

@@ -16,7 +16,7 @@ from tests.train.objectives.cases import CASES
 from tests.train.objectives.flat_distill import Setting, flat_divergences, flat_loss
 from tests.train.objectives.flat_objectives import Data, Flat, data_of, datas, over_tokens, run_flat
 from treering.errors import ConfigError, InputError
-from treering.model import scoring
+from treering.model import edges
 from treering.model.divergence import Divergence, divergence_rows
 from treering.model.teacher import TeacherStates, TeacherTopK, score
 from treering.objectives import distill, dpo, sft
@@ -87,7 +87,7 @@ def test_it_does_so_in_partitions_and_micro_batches(name: str, is_cut: bool) -> 
 @pytest.mark.parametrize("name", ["jsd 0.1 once, 0.6", "reverse_kl top 1, 1.5"])
 def test_chunks_of_rows_change_nothing(name: str, rows: int, softcap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     student = build_float64("gemma2") if softcap else STUDENT
-    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": 2 * rows * 32})
+    monkeypatch.setattr(edges, "MAX_LOGIT_ENTRIES", {"cpu": 2 * rows * 32})
     data = data_of(SHAPED[:2], student, seed=3)
     assert_distills_exactly(data, SETTINGS[name], student=student, teacher=build_float64("gemma2", seed=2))
 
@@ -103,7 +103,7 @@ def test_tied_heads_softcaps_divisors_and_experts_are_exact(family: str, tied: b
 def test_lora_is_exact_with_an_adapted_head_too(
     max_tokens: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": rows * 64})
+    monkeypatch.setattr(edges, "MAX_LOGIT_ENTRIES", {"cpu": rows * 64})
     config = LoraConfig(r=3, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     student = get_peft_model(build_float64(seed=4), config).double()
     assert_distills_exactly(data_of(SHAPED[:2], student, seed=4), Setting(kind="jsd"), max_tokens, student=student)
@@ -148,7 +148,7 @@ def test_a_divergence_is_added_to_another_loss_by_weight(name: str, max_tokens: 
 
 def test_chunks_hold_no_logits_of_either_model(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab, num_rows = 1000, 200
-    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": 8 * vocab})
+    monkeypatch.setattr(edges, "MAX_LOGIT_ENTRIES", {"cpu": 8 * vocab})
     head, teacher_head = nn.Linear(6, vocab, bias=False), nn.Linear(5, vocab, bias=True)
     rows = torch.randn(num_rows, 6, requires_grad=True)
     hidden = torch.randn(num_rows, 5)

@@ -182,11 +182,11 @@ class VisionSnapshot:
     Each image gets its own call of the vision tower, so its features never depend on other images.
     """
 
-    def __init__(self, parts: TreeModel, vision: VisionPart, *, max_tokens: int) -> None:
+    def __init__(self, model: TreeModel, vision: VisionPart, *, max_tokens: int) -> None:
         """Copy the vision part; the cache holds features of at most `max_tokens` tokens, most recently used ones."""
         # The language model has its own snapshot.
-        model = copy.deepcopy(vision.model, {id(parts.decoder): None})
-        self._part = replace(vision, model=model.eval().requires_grad_(False))
+        copied = copy.deepcopy(vision.model, {id(model.decoder): None})
+        self._part = replace(vision, model=copied.eval().requires_grad_(False))
         self._max_tokens = max_tokens
         self._held: OrderedDict[bytes, list[Tensor]] = OrderedDict()
 

@@ -113,29 +113,29 @@ def _trained(module: Any) -> Any:
     return copies[names[0]] if names and names[0] in copies else module.original_module
 
 
-def check_runnable(parts: TreeModel) -> None:
+def check_runnable(model: TreeModel) -> None:
     """Check that a fused pass over a model's weights reproduces the model.
 
     Raises:
         UnsupportedError: with the name of the unsupported family, window, projection, activation or head.
     """
-    check_whole(parts, "the engine")
-    _check_family(parts)
-    _check_modules(parts)
-    _check_head(parts)
+    check_whole(model, "the engine")
+    _check_family(model)
+    _check_modules(model)
+    _check_head(model)
 
 
-def _check_family(parts: TreeModel) -> None:
-    _check_recurrence(parts)
-    fitting = ("always",) if parts.vision is None else ("always", "with images")
+def _check_family(model: TreeModel) -> None:
+    _check_recurrence(model)
+    fitting = ("always",) if model.vision is None else ("always", "with images")
     families = [family.model_type for family in FAMILIES.values() if family.engine in fitting]
-    if parts.family.model_type not in families:
+    if model.family.model_type not in families:
         raise UnsupportedError(
-            f"the engine supports {', '.join(families)}, and this model is {parts.config.model_type!r}; use vLLM for "
+            f"the engine supports {', '.join(families)}, and this model is {model.config.model_type!r}; use vLLM for "
             "its rollouts"
         )
-    for index, layer in enumerate(parts.layers):
-        window = _window(layer, parts.config)
+    for index, layer in enumerate(model.layers):
+        window = _window(layer, model.config)
         if window is not None:
             raise UnsupportedError(
                 f"the engine supports only full attention, and layer {index} has a window of {window} positions; use "
@@ -143,14 +143,14 @@ def _check_family(parts: TreeModel) -> None:
             )
 
 
-def _check_recurrence(parts: TreeModel) -> None:
-    for index, layer in enumerate(parts.layers):
-        for mixer in parts.mixers:
+def _check_recurrence(model: TreeModel) -> None:
+    for index, layer in enumerate(model.layers):
+        for mixer in model.mixers:
             if any(module is mixer for module in layer.modules()):
                 raise UnsupportedError(
                     f"layer {index} is recurrent, a {type(mixer).__name__}: its state cannot un-see a rejected draft, "
                     f"and the engine only keeps keys and values; use vLLM for the rollouts of this "
-                    f"{parts.config.model_type!r} model"
+                    f"{model.config.model_type!r} model"
                 )
 
 
@@ -162,14 +162,14 @@ def _window(layer: Any, config: Any) -> int | None:
     return window
 
 
-def _check_modules(parts: TreeModel) -> None:
-    activation = parts.config.hidden_act
+def _check_modules(model: TreeModel) -> None:
+    activation = model.config.hidden_act
     if activation != "silu":
         raise UnsupportedError(
             f"the engine supports MLPs with silu, and this model has {activation!r}; use vLLM for its rollouts"
         )
     projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    for index, layer in enumerate(parts.layers):
+    for index, layer in enumerate(model.layers):
         for name, module in layer.named_modules():
             if name.rpartition(".")[2] not in projections:
                 continue
@@ -181,20 +181,20 @@ def _check_modules(parts: TreeModel) -> None:
             check_adapter(module, f"layer {index}: {name}")
 
 
-def _check_head(parts: TreeModel) -> None:
-    if type(plain_of(parts.head)) is not nn.Linear:
+def _check_head(model: TreeModel) -> None:
+    if type(plain_of(model.head)) is not nn.Linear:
         raise UnsupportedError(
-            f"the head is a {type(parts.head).__name__}, and the engine needs a linear layer, plain or with LoRA; "
+            f"the head is a {type(model.head).__name__}, and the engine needs a linear layer, plain or with LoRA; "
             "merge other adapters first"
         )
-    if type(plain_of(parts.embedding)) is not nn.Embedding:
+    if type(plain_of(model.embedding)) is not nn.Embedding:
         raise UnsupportedError(
-            f"the embedding is a {type(parts.embedding).__name__}, and the engine needs a table, plain or with "
+            f"the embedding is a {type(model.embedding).__name__}, and the engine needs a table, plain or with "
             "LoRA; merge other adapters first"
         )
-    for name, module in (("the head", parts.head), ("the embedding", parts.embedding)):
+    for name, module in (("the head", model.head), ("the embedding", model.embedding)):
         check_adapter(module, name)
-    num_rows, num_embedded = _num_rows(parts.head), _num_rows(parts.embedding)
+    num_rows, num_embedded = _num_rows(model.head), _num_rows(model.embedding)
     if num_rows > num_embedded:
         raise UnsupportedError(
             f"every sampled token is embedded next, but the head has {num_rows} rows and the embedding "
@@ -279,18 +279,18 @@ class DecoderWeights:
         """Device of the snapshot and the model."""
         return self.embedding.device
 
-    def read(self, parts: TreeModel) -> None:
+    def read(self, model: TreeModel) -> None:
         """Copy the model's current weights and LoRA into the snapshot."""
         # Tensors of an engine created in inference mode can be written only in inference mode.
         with torch.inference_mode():
-            for target, sources in zip(_flat(self), _sources(parts), strict=True):
+            for target, sources in zip(_flat(self), _sources(model), strict=True):
                 for part, source in zip(_split(target, sources), sources, strict=True):
                     source.fill(part)
 
-    def is_current(self, parts: TreeModel) -> bool:
+    def is_current(self, model: TreeModel) -> bool:
         """Return whether `read` would change nothing; takes the memory of one matrix."""
         with torch.inference_mode():
-            for target, sources in zip(_flat(self), _sources(parts), strict=True):
+            for target, sources in zip(_flat(self), _sources(model), strict=True):
                 for part, source in zip(_split(target, sources), sources, strict=True):
                     fresh = torch.empty_like(part)
                     source.fill(fresh)
@@ -299,32 +299,32 @@ class DecoderWeights:
         return True
 
 
-def read_weights(parts: TreeModel, *, num_positions: int) -> DecoderWeights:
+def read_weights(model: TreeModel, *, num_positions: int) -> DecoderWeights:
     """Make a snapshot of a model from a supported family.
 
     Args:
-        parts: from `TreeModel.of`.
+        model: from `TreeModel.of`.
         num_positions: P, the longest sequence to run.
 
     Raises:
         UnsupportedError: with the name of the projection, activation or norm that a fused pass would not reproduce.
     """
-    check_runnable(parts)
+    check_runnable(model)
     with torch.no_grad():
-        flat = [_fused(sources) for sources in _sources(parts)]
-        cos, sin = _rotations(parts, num_positions)
-        axes = _axes(parts)
+        flat = [_fused(sources) for sources in _sources(model)]
+        cos, sin = _rotations(model, num_positions)
+        axes = _axes(model)
     tensors = iter(flat)
     embedding = next(tensors)
     layers = []
-    for layer in parts.layers:
+    for layer in model.layers:
         fields: dict[str, Any] = {
             name: None if source is None else next(tensors) for name, source in _layer_sources(layer).items()
         }
         layers.append(LayerWeights(**fields))
     norm, head = next(tensors), next(tensors)
     return DecoderWeights(
-        sizes=_sizes(parts, num_positions),
+        sizes=_sizes(model, num_positions),
         embedding=embedding,
         layers=tuple(layers),
         norm=norm,
@@ -371,13 +371,13 @@ def _layer_sources(layer: Any) -> dict[str, tuple[WeightSource, ...] | None]:
     }
 
 
-def _sources(parts: TreeModel) -> list[tuple[WeightSource, ...]]:
+def _sources(model: TreeModel) -> list[tuple[WeightSource, ...]]:
     """Return the model's weights in the snapshot's order; each tuple is fused into one matrix."""
-    decoder: Any = parts.decoder
-    layers = [sources for layer in parts.layers for sources in _layer_sources(layer).values() if sources is not None]
-    bias = _biases(parts.head)
-    last = [(source_of(parts.head),), *([] if bias is None else [bias])]
-    return [(source_of(parts.embedding),), *layers, (source_of(decoder.norm),), *last]
+    decoder: Any = model.decoder
+    layers = [sources for layer in model.layers for sources in _layer_sources(layer).values() if sources is not None]
+    bias = _biases(model.head)
+    last = [(source_of(model.head),), *([] if bias is None else [bias])]
+    return [(source_of(model.embedding),), *layers, (source_of(decoder.norm),), *last]
 
 
 def _flat(weights: DecoderWeights) -> list[Tensor]:
@@ -396,39 +396,39 @@ def _norm_of(attention: nn.Module, name: str) -> tuple[WeightSource, ...] | None
     return None if norm is None else (source_of(norm),)
 
 
-def _rotations(parts: TreeModel, num_positions: int) -> tuple[Tensor, Tensor]:
+def _rotations(model: TreeModel, num_positions: int) -> tuple[Tensor, Tensor]:
     """Return RoPE cosines and sines from the model's own module, so that any scaling is supported."""
-    table = source_of(parts.embedding).weight
-    decoder: Any = parts.decoder
+    table = source_of(model.embedding).weight
+    decoder: Any = model.decoder
     positions = torch.arange(num_positions, device=table.device)[None]
     cos, sin = decoder.rotary_emb(table[:1, None], positions)
     return cos[0].contiguous(), sin[0].contiguous()
 
 
-def _axes(parts: TreeModel) -> Tensor:
+def _axes(model: TreeModel) -> Tensor:
     """Return the axis that rotates each entry of a head, measured by one step along each; 0 without axes."""
-    table = source_of(parts.embedding).weight
-    layer: Any = parts.layers[0]
-    if parts.vision is None or parts.vision.merge is None:
+    table = source_of(model.embedding).weight
+    layer: Any = model.layers[0]
+    if model.vision is None or model.vision.merge is None:
         return torch.zeros(int(layer.self_attn.head_dim), dtype=torch.int64, device=table.device)
-    decoder: Any = parts.decoder
+    decoder: Any = model.decoder
     steps = torch.eye(3, dtype=torch.int64, device=table.device)
     sines = [decoder.rotary_emb(table[:1, None].float(), step[:, None, None])[1][0, 0] for step in steps]
     return torch.stack(sines).abs().argmax(0)
 
 
-def _sizes(parts: TreeModel, num_positions: int) -> Sizes:
-    layer: Any = parts.layers[0]
+def _sizes(model: TreeModel, num_positions: int) -> Sizes:
+    layer: Any = model.layers[0]
     head_size = int(layer.self_attn.head_dim)
-    table = source_of(parts.embedding).weight
+    table = source_of(model.embedding).weight
     return Sizes(
-        num_layers=len(parts.layers),
+        num_layers=len(model.layers),
         hidden_size=int(table.shape[1]),
         num_heads=source_of(layer.self_attn.q_proj).weight.shape[0] // head_size,
         num_kv_heads=source_of(layer.self_attn.k_proj).weight.shape[0] // head_size,
         head_size=head_size,
         intermediate_size=int(source_of(layer.mlp.gate_proj).weight.shape[0]),
-        vocab_size=parts.vocab_size,
+        vocab_size=model.vocab_size,
         num_positions=num_positions,
-        eps=float(parts.config.rms_norm_eps),
+        eps=float(model.config.rms_norm_eps),
     )

@@ -74,24 +74,24 @@ def score_rows_once(
 
     Example: rows [1, 2, 3] and [1, 2, 4] compute 4 tokens; at temperatures 1 and 2 the edge from 1 to 2 has two values.
     """
-    parts = TreeModel.of(model)
-    check_no_hooks(parts)
-    check_forest(forest, parts)
+    bound = TreeModel.of(model)
+    check_no_hooks(bound)
+    check_forest(forest, bound)
     wanted_scores = _score_tables(forest, temperatures)
-    with tree_attention(parts):
-        hidden = hidden_states(parts, forest)
-    scores = scored_on_head(parts, lambda head, rows: _scored(rows, head, wanted_scores, parts, entropy_of), hidden)
+    with tree_attention(bound):
+        hidden = hidden_states(bound, forest)
+    scores = scored_on_head(bound, lambda head, rows: _scored(rows, head, wanted_scores, bound, entropy_of), hidden)
     at = torch.from_numpy(wanted_scores.indices).to(hidden.device)
     logprobs, entropy = (torch.cat([x, x.new_zeros(1)])[at] for x in (scores.logprobs, scores.entropy))
     return RowScores(logprobs=logprobs, entropy=entropy)
 
 
 def _scored(
-    hidden: Tensor, head: nn.Module, wanted_scores: _ScoreTables, parts: TreeModel, entropy_of: EntropyOf
+    hidden: Tensor, head: nn.Module, wanted_scores: _ScoreTables, model: TreeModel, entropy_of: EntropyOf
 ) -> EdgeScores:
     """Return the scores of all tables, concatenated, from one call of a sharded head."""
     scores = [
-        score_edges(parts, hidden, head, temperature=temperature, table=table, entropy_of=entropy_of)
+        score_edges(model, hidden, head, temperature=temperature, table=table, entropy_of=entropy_of)
         for temperature, table in zip(wanted_scores.temperatures, wanted_scores.tables, strict=True)
     ]
     return EdgeScores(

@@ -20,7 +20,7 @@ from treering.train.loop.lora_adapters import has_adapter
 from treering.train.objective import Objective
 from treering.train.objectives.distill import distill
 from treering.train.objectives.sft import sft
-from treering.train.step_teacher import teacher_parts
+from treering.train.step_teacher import bound_teacher
 
 
 def distill_objective(options: DistillOptions, teacher: nn.Module, plain: Objective) -> Objective:
@@ -52,7 +52,7 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, steps: StepsOpt
         )
     if teacher is not None and options is not None:
         distillation = distill_objective(options, teacher, sft()).distillation
-        teacher_parts(distillation, student=TreeModel.of(student), forests=())
+        bound_teacher(distillation, student=TreeModel.of(student), forests=())
 
 
 MakeReference = Callable[[], nn.Module]

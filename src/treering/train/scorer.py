@@ -19,11 +19,19 @@ from treering.arrays import Int64Array
 from treering.attention import TreeLayout
 from treering.attention.layout import to_device
 from treering.model.divergence import Divergence, divergence_rows
-from treering.model.edges import EdgeScores, EdgeTable, LossOf, loss_on_kernels, score_edges, scored_on_head
+from treering.model.edges import (
+    EdgeScores,
+    EdgeTable,
+    LossOf,
+    on_kernels,
+    score_edges,
+    scored_on_head,
+    takes_kernels,
+)
 from treering.model.forward import hidden_states
 from treering.model.logits import EntropyOf
-from treering.model.scoring import takes_kernels
 from treering.model.teacher import TargetRows
+from treering.model.three_pass import ThreePassLoss
 from treering.model.tree_model import TreeModel
 from treering.train.router_losses import Routing
 from treering.tree.forest import Forest
@@ -34,7 +42,7 @@ class Scorer:
     """Model and options that every forward of a step shares.
 
     Attributes:
-        parts: parts of the model.
+        model: the model.
         temperature: divides the logits.
         entropy_of: "all" if the objective reads entropies.
         value_head: maps hidden states to values, if the objective reads values.
@@ -44,10 +52,10 @@ class Scorer:
         routing: router losses of the step; None without them.
     """
 
-    parts: TreeModel
-    temperature: float
-    entropy_of: EntropyOf
-    value_head: nn.Module | None
+    model: TreeModel
+    temperature: float = 1.0
+    entropy_of: EntropyOf = "none"
+    value_head: nn.Module | None = None
     reads_logprobs: bool = True
     divergence: Divergence | None = None
     targets: TargetRows | None = None
@@ -56,7 +64,7 @@ class Scorer:
     @property
     def device(self) -> torch.device:
         """Device that the model computes on."""
-        return self.parts.device
+        return self.model.device
 
     def forward(
         self,
@@ -67,13 +75,13 @@ class Scorer:
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states [N, C], and with gradients the router loss; `branches` [N] counts branches per token."""
         if self.routing is None:
-            return hidden_states(self.parts, forest, layout, positions), None
+            return hidden_states(self.model, forest, layout, positions), None
         assert branches is not None
-        return self.routing.forward(lambda: hidden_states(self.parts, forest, layout, positions), branches)
+        return self.routing.forward(lambda: hidden_states(self.model, forest, layout, positions), branches)
 
     def no_scores(self, num_edges: int) -> EdgeScores:
         """Return zeros in the format of `scores`."""
-        weight = next(self.parts.embedding.parameters())
+        weight = next(self.model.embedding.parameters())
         dtype = torch.promote_types(weight.dtype, torch.float32)
         logprobs, entropy, values, divergence = torch.zeros(4, num_edges, dtype=dtype, device=self.device)
         return EdgeScores(
@@ -85,41 +93,42 @@ class Scorer:
 
     def scores(self, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
         """Score the table's edges, whose tokens are those of `forest`."""
-        return scored_on_head(self.parts, lambda head, rows: self._scores(head, rows, forest, table), hidden)
+        return scored_on_head(self.model, lambda head, rows: self._scores(head, rows, forest, table), hidden)
 
     def loss(self, hidden: Tensor, forest: Forest, table: EdgeTable, loss_of: LossOf) -> Tensor:
         """Return the sum of `loss_of` over all edges of the table, in parts where that computes logits only once."""
-        parts, shards = self.parts, self.parts.shards
+        model, shards = self.model, self.model.shards
         reads_more = self.value_head is not None or self.divergence is not None or not self.reads_logprobs
         is_whole = table.edges.size > 0 and not reads_more
-        own_head = parts.head if shards is None else shards.head
-        if not (is_whole and takes_kernels(own_head, hidden, parts.softcap)):
+        own_head = model.head if shards is None else shards.head
+        if not (is_whole and takes_kernels(own_head, hidden, model.softcap)):
             return loss_of(slice(0, table.edges.size), self.scores(hidden, forest, table))
+        temperature = self.temperature * model.logit_divisor
 
-        def on_head(head: nn.Module, rows: Tensor) -> Tensor:
+        def of_part(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            return loss_of(at, EdgeScores(logprobs=logprobs, entropy=entropy))
+
+        def on_head(head: nn.Module, hidden: Tensor) -> Tensor:
             assert isinstance(head, nn.Linear)
-            return loss_on_kernels(
-                parts,
-                rows,
-                head,
-                loss_of,
-                temperature=self.temperature,
-                table=table,
-                entropy_of=self.entropy_of,
+            rows = hidden[to_device(table.rows, hidden.device)]
+            targets = to_device(table.targets, hidden.device)
+            total: Tensor = on_kernels(
+                ThreePassLoss, rows, head, targets, table.edge_row, temperature, self.entropy_of, of_part
             )
+            return total
 
         total: Tensor = on_head(own_head, hidden) if shards is None else shards.on_head(on_head, hidden)
         return total
 
     def zero(self, hidden: Tensor) -> Tensor:
         """Return 0 with gradients of 0 for the weights that ranks must reduce although they score nothing."""
-        return 0.0 * hidden[0, 0] if self.parts.shards is None else self.parts.shards.zero(hidden)
+        return 0.0 * hidden[0, 0] if self.model.shards is None else self.model.shards.zero(hidden)
 
     def _scores(self, head: nn.Module, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
         scores = self.no_scores(table.edges.size)
         if self.reads_logprobs:
             scores = score_edges(
-                self.parts,
+                self.model,
                 hidden,
                 head,
                 temperature=self.temperature,
@@ -134,9 +143,9 @@ class Scorer:
             head,
             self.targets.of(forest, table),
             self.divergence,
-            vocab_size=self.parts.num_logits,
-            softcap=self.parts.softcap,
-            logit_divisor=self.parts.logit_divisor,
+            vocab_size=self.model.num_logits,
+            softcap=self.model.softcap,
+            logit_divisor=self.model.logit_divisor,
         )
         return replace(scores, divergence=by_row[to_device(table.edge_row, hidden.device)])
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from treering.model import scoring
-from treering.model.scoring import Scores, score_rows
+from treering.model import edges
+from treering.model.edges import EdgeScores, score_rows
 
 NUM_ROWS, WIDTH, VOCAB = 11, 6, 9
 WAYS = {"at one time": 10**6, "in chunks of 4 rows": 4 * VOCAB, "in chunks of 1 row": 1}
@@ -31,12 +31,13 @@ def make(bias: bool = False) -> tuple[Tensor, nn.Linear, Tensor, Tensor]:
     return rows, linear, torch.randint(0, VOCAB, target_row.shape), target_row
 
 
-def spelled_out(rows: Tensor, head: nn.Module, targets: Tensor, target_row: Tensor, temperature: float) -> Scores:
+def spelled_out(rows: Tensor, head: nn.Module, targets: Tensor, target_row: Tensor, temperature: float) -> EdgeScores:
     logprobs = (head(rows) / temperature).log_softmax(-1)[target_row]
-    return Scores(logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1))
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return EdgeScores(logprobs=logprobs.gather(1, targets[:, None])[:, 0], entropy=entropy)
 
 
-def gradients(scores: Scores, inputs: list[Tensor], which: str) -> list[Tensor]:
+def gradients(scores: EdgeScores, inputs: list[Tensor], which: str) -> list[Tensor]:
     factors = torch.linspace(-1, 2, scores.logprobs.numel(), dtype=torch.float64)
     parts = {"logprobs": scores.logprobs, "entropy": scores.entropy, "both": scores.logprobs + 0.5 * scores.entropy}
     return list(torch.autograd.grad((parts[which] * factors).sum(), inputs))
@@ -44,7 +45,7 @@ def gradients(scores: Scores, inputs: list[Tensor], which: str) -> list[Tensor]:
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": WAYS[request.param]})
+    monkeypatch.setattr(edges, "MAX_LOGIT_ENTRIES", {"cpu": WAYS[request.param]})
 
 
 @pytest.mark.parametrize("which", ["logprobs", "entropy", "both"])
@@ -59,7 +60,8 @@ def test_scores_and_gradients_equal_log_softmax(kind: str, temperature: float, w
     scores = score_rows(
         rows, head, targets, target_row.numpy(), temperature=temperature, entropy_of="all", vocab_size=VOCAB
     )
-    for got, wanted in zip(scores, expected, strict=True):
+    for name in ("logprobs", "entropy"):
+        got, wanted = getattr(scores, name), getattr(expected, name)
         torch.testing.assert_close(got, wanted, atol=1e-13, rtol=1e-13)
     for got, wanted in zip(gradients(scores, inputs, which), gradients(expected, inputs, which), strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-13, rtol=1e-13)
@@ -67,7 +69,7 @@ def test_scores_and_gradients_equal_log_softmax(kind: str, temperature: float, w
 
 @pytest.mark.parametrize("kind", ["linear", "adapted"])
 def test_chunks_keep_no_logits_for_the_backward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": 4 * 1000})
+    monkeypatch.setattr(edges, "MAX_LOGIT_ENTRIES", {"cpu": 4 * 1000})
     linear = nn.Linear(WIDTH, 1000, bias=False)
     head = linear if kind == "linear" else Adapted(linear)
     rows = torch.randn(200, WIDTH, requires_grad=True)
