@@ -31,31 +31,31 @@ def main(options: dict[str, Any], out: Path) -> None:
     dist.init_process_group("gloo")
     whole = build_model(shape=SHAPE)
     sharded = build_model(shape=SHAPE)
-    group = shard_model(sharded, "none")
+    rank_group = shard_model(sharded, "none")
     source = find_source()
     assert source is not None
     found = {}
     for name in options["sets"]:
         sample = source.sample(name, num_tokens=options["sample_tokens"])
-        found[name] = measure(whole, sharded, sample, group, options["num_runs"])
-    if group.rank == 0:
+        found[name] = measure(whole, sharded, sample, rank_group, options["num_runs"])
+    if rank_group.rank == 0:
         out.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 def measure(
-    whole: nn.Module, sharded: nn.Module, sample: TaskSample, group: RankGroup, num_runs: int
+    whole: nn.Module, sharded: nn.Module, sample: TaskSample, rank_group: RankGroup, num_runs: int
 ) -> dict[str, dict[str, float]]:
     """Seconds of the slowest rank by way: wall time, and CPU time of its process."""
     batch = make_batch(sample.tasks, "tree")
-    shares = {"by_cost": share_batch(batch, group, None).batch, "equal_counts": every_nth(batch, group)}
+    shares = {"by_cost": share_batch(batch, rank_group, None).batch, "equal_counts": every_nth(batch, rank_group)}
 
     def step(model: nn.Module, own: StepBatch, mode: Any) -> None:
         model.zero_grad()
         backward(model, own.forests, sft(own.loss_masks), MAX_TOKENS, ranks=mode)
 
     ways: dict[str, Callable[[], None]] = {
-        "one_rank": lambda: step(whole, batch, "alone") if group.rank == 0 else None,
+        "one_rank": lambda: step(whole, batch, "alone") if rank_group.rank == 0 else None,
         "gathered_by_cost": lambda: step(sharded, shares["by_cost"], "gathered"),
         "gathered_equal_counts": lambda: step(sharded, shares["equal_counts"], "gathered"),
         "sharded_by_cost": lambda: step(sharded, shares["by_cost"], "sharded"),
@@ -67,7 +67,7 @@ def measure(
             wall, cpu = time.perf_counter(), time.process_time()
             way()
             own = time.perf_counter() - wall, time.process_time() - cpu
-            slowest = max(told[0] for told in group.gather(own)), max(told[1] for told in group.gather(own))
+            slowest = max(told[0] for told in rank_group.gather(own)), max(told[1] for told in rank_group.gather(own))
             # The first round warms up.
             if run:
                 seconds[name].append(slowest)
@@ -77,10 +77,10 @@ def measure(
     }
 
 
-def every_nth(batch: StepBatch, group: RankGroup) -> StepBatch:
+def every_nth(batch: StepBatch, rank_group: RankGroup) -> StepBatch:
     """Equally many forests a rank, in turn, as a plain distributed sampler deals them."""
     first = np.cumsum([0, *(forest.num_branches for forest in batch.forests)])
-    own = range(group.rank, len(batch.forests), group.size)
+    own = range(rank_group.rank, len(batch.forests), rank_group.size)
     return StepBatch(
         num_tasks=batch.num_tasks,
         forests=[batch.forests[i] for i in own],

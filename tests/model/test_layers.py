@@ -299,5 +299,5 @@ def test_a_loop_applies_the_layers_that_auto_chooses_before_its_first_update(
     monkeypatch.setattr(compute, "choose_layers", choose)
     monkeypatch.setattr(compute, "set_layers", lambda model, layers: applied.append(layers))
     optim = OptimOptions(learning_rate=1e-2, num_steps=7)
-    Updater(build(num_hidden_layers=1), optim, SftOptions(layers="auto"), group=RankGroup(size=num_ranks))
+    Updater(build(num_hidden_layers=1), optim, SftOptions(layers="auto"), rank_group=RankGroup(size=num_ranks))
     assert (asked, applied) == ([(7, num_ranks)], ["compiled"])

@@ -152,7 +152,7 @@ def main(folder: Path) -> None:
         shard_model(model, "none")
         found[mode] = recorded(model, mode, rank)
     model = build()
-    group = ranks.prepare(model)
+    rank_group = ranks.prepare(model)
     found["whole"] = recorded(model, "gathered", rank)
     found["num_weights"] = sum(1 for _ in model.parameters())
     for name, dtype, autocast in (("autocast", torch.float32, "bfloat16"), ("16 bits", torch.bfloat16, "none")):
@@ -164,8 +164,8 @@ def main(folder: Path) -> None:
     found["overlap"] = {str(num_bytes): sums_of_whole_models(rank, num_bytes) for num_bytes in (1, 10_000, 10**9)}
     found["fewest tokens"] = {mode: fewest_tokens(mode, rank) for mode in ("sharded", "gathered", "whole")}
     with Recording() as recording:
-        group.sum(np.ones(3))
-        group.gather("fact")
+        rank_group.sum(np.ones(3))
+        rank_group.gather("fact")
     found["facts"] = recording.calls
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     del model

@@ -122,12 +122,12 @@ def alone(model: nn.Module, batch: RankBatch) -> dict[str, Tensor]:
 
 def together(model: nn.Module, batch: RankBatch, case: Case, rank: int, expected: dict[str, Tensor]) -> float:
     """Return the error of a step; or of two whose gradients add up, by a model and by the module inside DDP."""
-    group, mode = ranks.prepare(model), case.mode
+    rank_group, mode = ranks.prepare(model), case.mode
     steps = [model, without_ddp(model)] if case.batch in ALWAYS or case.wrap == "whole DDP" else [model]
     for called in steps:
         result = backward(called, batch.forests(rank), batch.make_objective(rank), batch.max_tokens, ranks=mode)  # type: ignore[arg-type]
         assert result.plan.ranks == mode
-    assert group.size > 1
+    assert rank_group.size > 1
     means = {name: gradient / len(steps) for name, gradient in gradients(without_ddp(model)).items()}
     return error_of(means, expected)
 

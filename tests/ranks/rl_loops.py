@@ -73,12 +73,12 @@ class Run(NamedTuple):
 
 def make_loop(case: RlCase, *, on_ranks: bool, seed: int = 0) -> RlLoop:
     model = build(case, seed)
-    whole, group = model, RankGroup()
+    whole, rank_group = model, RankGroup()
     if on_ranks and case.model == "whole":
-        group = prepare(model)
+        rank_group = prepare(model)
     elif on_ranks:
         whole = copy.deepcopy(model)
-        group = shard_model(model, "none")
+        rank_group = shard_model(model, "none")
 
     def make_engine(drafter: Drafter | None, version: int) -> Any:
         if case.engine in ("scripted", "distilled"):
@@ -106,7 +106,7 @@ def make_loop(case: RlCase, *, on_ranks: bool, seed: int = 0) -> RlLoop:
         drafting=eager() if case.engine == "drafting" else None,
         # Each rank holds the whole teacher.
         teacher=build_float64(seed=2) if is_distilled else None,
-        group=group,
+        rank_group=rank_group,
         rollout_model=None if whole is model else whole,
     )
 
@@ -127,7 +127,7 @@ def train(loop: RlLoop, saved_to: Path | None = None) -> Run:
         values.append({name: found[name] for name in VALUES if name in found})
         rollouts.append([[row.task_id, row.trial, row.tokens.tolist(), row.reward] for row in loop.latest])
         if saved_to is not None and report.step == SAVED_STEP:
-            store(saved_to, group=loop._group).save(loop)
+            store(saved_to, rank_group=loop._rank_group).save(loop)
     weights = {name: as_whole(weight.detach()).clone() for name, weight in loop.model.named_parameters()}
     num_remembered = 0 if loop._drafting is None else loop._drafting.store.num_tokens
     return Run(weights, values, rollouts, num_drafted, num_micro_batches, num_remembered)
@@ -143,7 +143,7 @@ def run_alone(folder: Path) -> None:
 def resume(folder: Path, case: RlCase, *, on_ranks: bool) -> RlLoop:
     """Resume a loop, which has other weights at first, from the checkpoint."""
     loop = make_loop(case, on_ranks=on_ranks, seed=1)
-    assert store(folder, group=loop._group).restore_newest(loop) == SAVED_STEP
+    assert store(folder, rank_group=loop._rank_group).restore_newest(loop) == SAVED_STEP
     return loop
 
 

@@ -329,15 +329,15 @@ def join_run(folder: Path) -> Iterator[RankGroup]:
         yield all_ranks()
 
 
-def broadcast_config(config: ConfigT, config_dir: Path, group: RankGroup) -> ConfigT:
+def broadcast_config(config: ConfigT, config_dir: Path, rank_group: RankGroup) -> ConfigT:
     """Return the configuration from `as_started`, the same on all ranks."""
-    if group.rank == 0:
+    if rank_group.rank == 0:
         config = as_started(config, config_dir)
-    return group.gather(config)[0]  # type: ignore[no-any-return]
+    return rank_group.gather(config)[0]  # type: ignore[no-any-return]
 
 
 def checkpoint_store(
-    config: SftConfig | RlConfig, model: nn.Module, identity: Identity, source: TurnSource, group: RankGroup
+    config: SftConfig | RlConfig, model: nn.Module, identity: Identity, source: TurnSource, rank_group: RankGroup
 ) -> CheckpointStore:
     """Return the checkpoints of a run, with its tokenizer, chat form, card and, for `train`, its history as hints."""
     folder, tokenizer, renderer = config.run.dir, source.tokenizer, source.renderer
@@ -365,7 +365,7 @@ def checkpoint_store(
         template=None if renderer is None else renderer.plain_template,
         best=partial(best_step, folder / METRICS_FILE) if keeps_best else None,
         hints=folder / HISTORY_FOLDER if isinstance(config, RlConfig) else None,
-        group=group,
+        rank_group=rank_group,
     )
 
 
@@ -406,13 +406,13 @@ class TrainingRun(Generic[ReportT]):
     interruption: Interruption = field(init=False)
 
     def __post_init__(self) -> None:
-        self.interruption = Interruption(self.checkpoints.group)
+        self.interruption = Interruption(self.checkpoints.rank_group)
 
     def open(self) -> None:
         """Open a new run, or load the newest checkpoint; name damaged ones on the console."""
         with warnings_on_console(self.console):
             self.opened = open_run(self.config.run.dir, self.loop, self.checkpoints)
-        if self.checkpoints.group.rank == 0 and self.opened.step < self.num_steps:
+        if self.checkpoints.rank_group.rank == 0 and self.opened.step < self.num_steps:
             self.print_lines(self.checkpoints.check_space(self.loop.model))
 
     def print_lines(self, *lines: str | None) -> None:
@@ -443,7 +443,7 @@ class TrainingRun(Generic[ReportT]):
 
     def metrics(self) -> Metrics:
         """Return the sinks of the run; none on ranks after the first."""
-        if self.checkpoints.group.rank > 0:
+        if self.checkpoints.rank_group.rank > 0:
             return Metrics([])
         settings = self.config.model_dump(mode="json")
         with warnings_on_console(self.console):
@@ -463,7 +463,7 @@ class TrainingRun(Generic[ReportT]):
             on_step: called with each report; returns further metrics.
         """
         if measure is not None:
-            known = self.checkpoints.group.gather(knows_first(self.config.run.dir))[0]
+            known = self.checkpoints.rank_group.gather(knows_first(self.config.run.dir))[0]
             self.evaluation = Evaluation(measure=measure, every=self.config.eval.every, knows_first=known)
         self.steps = run_steps(
             self.loop,

@@ -252,14 +252,14 @@ def _steps_cell(summary: SftSummary) -> str:
 
 def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
     """Start or resume the run of a configuration, whose file is in the folder `config_dir`."""
-    with join_run(config.run.dir) as group:
-        return _train(broadcast_config(config, config_dir, group), config_dir, console, group)
+    with join_run(config.run.dir) as rank_group:
+        return _train(broadcast_config(config, config_dir, rank_group), config_dir, console, rank_group)
 
 
-def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGroup) -> SftSummary:
+def _train(config: SftConfig, config_dir: Path, console: Console, rank_group: RankGroup) -> SftSummary:
     folder = find_model(config.model, config_dir)
     corpus, held = _read(config, config_dir, folder, console)
-    config = with_step_size(config, len(corpus.tasks), group.size)
+    config = with_step_size(config, len(corpus.tasks), rank_group.size)
     length = run_length(config, len(corpus.tasks))
     note_doing(console, "loading the model")
     model = build_model(
@@ -274,18 +274,20 @@ def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGro
     note_doing(console, "preparing the first step")
     note_compiling(console, fill_forest)
     # The identity needs the weights before they are sharded.
-    checkpoints = checkpoint_store(config, model, identity(config, corpus, model), corpus, group)
-    loop = _make_loop(config, config_dir, corpus, model, length.total, group)
+    checkpoints = checkpoint_store(config, model, identity(config, corpus, model), corpus, rank_group)
+    loop = _make_loop(config, config_dir, corpus, model, length.total, rank_group)
     run = SftRun(
         config=config, corpus=corpus, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console
     )
     run.open()
-    if group.rank == 0:
+    if rank_group.rank == 0:
         run.print_lines(doubt)
         _announce(run, model, length)
     measure = None
     if held is not None:
-        measure = HeldOutLoss(model, held.tasks, compute=config.options, layout=config.train.layout, group=group)
+        measure = HeldOutLoss(
+            model, held.tasks, compute=config.options, layout=config.train.layout, rank_group=rank_group
+        )
     with run.metrics() as metrics:
         run.prepare(metrics, measure)
         reports = run.run_to_end(partial(_notes_of, corpus))
@@ -308,7 +310,7 @@ def _announce(run: SftRun, model: PreTrainedModel, length: RunLength) -> None:
         *run.corpus.notes, budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths))
     )
     what = f"{plural(len(tasks), 'task')}, {sum(lengths):,} flat tokens; {{}}; {length.in_words}"
-    run.announce(length, model, what, run.checkpoints.group.size)
+    run.announce(length, model, what, run.checkpoints.rank_group.size)
     if run.opened.is_new:
         write_samples(config.run.dir, tasks)
 
@@ -325,12 +327,12 @@ def _make_loop(
     corpus: Corpus,
     model: PreTrainedModel,
     num_steps: int,
-    group: RankGroup,
+    rank_group: RankGroup,
 ) -> SftLoop:
     teacher = None
     if folder := find_model(config.teacher, config_dir, setting="teacher.path"):
         teacher = load_teacher(folder, config.model, tokenizer=corpus.tokenizer)
-    if group.size > 1:
+    if rank_group.size > 1:
         shard_model(model, config.model.autocast)
     optim = config.optim.changed(num_steps=num_steps)
-    return SftLoop(model, corpus.tasks, optim=optim, options=config.options, teacher=teacher, group=group)
+    return SftLoop(model, corpus.tasks, optim=optim, options=config.options, teacher=teacher, rank_group=rank_group)

@@ -131,16 +131,16 @@ def make_loop(
     model: PreTrainedModel,
     *,
     num_steps: int,
-    group: RankGroup | None = None,
+    rank_group: RankGroup | None = None,
 ) -> RlLoop | PipelineLoop:
-    """Return the loop over a task and model; the ranks of `group` shard the model, and each samples from a whole copy.
+    """Return the loop over a task and model; ranks shard the model, and each samples from a whole copy.
 
     Raises:
         InputError: a prompt does not fit the engine.
     """
     check_room(config, source)
     whole = None
-    if group is not None and group.size > 1:
+    if rank_group is not None and rank_group.size > 1:
         whole = copy.deepcopy(model).eval().requires_grad_(False)
         shard_model(model, config.model.autocast)
     # Other processes may run in another folder.
@@ -157,7 +157,7 @@ def make_loop(
             options=options,
             drafting=make_drafting(config),
             teacher=_load_teacher(config, config_dir),
-            group=group,
+            rank_group=rank_group,
             rollout_model=whole,
             reference=reference,
         )
@@ -225,7 +225,7 @@ def _load_teacher(config: RlConfig, config_dir: Path) -> PreTrainedModel | None:
     return load_teacher(folder, config.model, tokenizer=find_model(config.model, config_dir))
 
 
-def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console: Console) -> None:
+def warm_up(config: RlConfig, model: PreTrainedModel, rank_group: RankGroup, console: Console) -> None:
     """Train the model on solved prompts outside the task, sharded over several ranks; resume a stopped warm-up."""
     if config.warmup.num_steps == 0:
         return
@@ -235,12 +235,12 @@ def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console:
     solved = sums.held_out(max(1, min(4096, sums.num_others))).solutions()
     run = TrainingRun(
         config=config.model_copy(update={"run": section, "metrics": RlMetricsConfig()}),
-        loop=SftLoop(model, joined(solved, 64), optim=optim, options=options, group=group),
+        loop=SftLoop(model, joined(solved, 64), optim=optim, options=options, rank_group=rank_group),
         checkpoints=CheckpointStore(
             folder=section.dir / CHECKPOINTS_FOLDER,
             identity=warmup_identity(config, model),
             keep=section.keep,
-            group=group,
+            rank_group=rank_group,
         ),
         num_steps=config.warmup.num_steps,
         console=console,
@@ -292,8 +292,8 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
 
     Only the first of several ranks holds the lock and writes the logs.
     """
-    with join_run(config.run.dir) as group, ExitStack() as stack:
-        config = broadcast_config(config, config_dir, group)
+    with join_run(config.run.dir) as rank_group, ExitStack() as stack:
+        config = broadcast_config(config, config_dir, rank_group)
         note_doing(console, "reading the task")
         source, held = load_trained(config, config_dir), load_held_out(config, config_dir)
         if held is not None:
@@ -308,26 +308,26 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
         note_compiling(console, fill_forest, propose)
         length = run_length(config, len(source.task.prompts))
         # The identity needs the weights before they are sharded.
-        checkpoints = checkpoint_store(config, model, identity(config, source, model), source, group)
-        loop = make_loop(config, config_dir, source, model, num_steps=length.total, group=group)
+        checkpoints = checkpoint_store(config, model, identity(config, source, model), source, rank_group)
+        loop = make_loop(config, config_dir, source, model, num_steps=length.total, rank_group=rank_group)
         if isinstance(loop, PipelineLoop):
             stack.enter_context(loop)
         run = RlRun(
             config=config, source=source, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console
         )
         run.open()
-        if group.rank == 0:
+        if rank_group.rank == 0:
             run.print_lines(doubt)
             _announce(run, model, length)
         if run.opened.step == 0:
-            warm_up(config, model, group, console)
+            warm_up(config, model, rank_group, console)
         metrics, on_step = stack.enter_context(run.metrics()), None
-        if group.rank == 0:
+        if rank_group.rank == 0:
             with warnings_on_console(console):
                 on_step = step_logs(run, metrics, stack)
         # Evaluation runs in this process, even if the loop has workers.
         policy = loop.policy if isinstance(loop, RlLoop) else lambda: loop.model
-        run.prepare(metrics, None if held is None else measure_rewards(config, held, policy, group), on_step)
+        run.prepare(metrics, None if held is None else measure_rewards(config, held, policy, rank_group), on_step)
         yield run
 
 
@@ -371,4 +371,4 @@ def _announce(run: RlRun, model: PreTrainedModel, length: RunLength) -> None:
     run.print_lines(*source.notes, budget_note("rl.max_batch_tokens", config.rl.max_batch_tokens, longest))
     steps = f"{plural(length.total, 'step')} of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts"
     what = f"{plural(len(source.task.prompts), 'prompt')} ({source.kind}); {{}}; {steps}"
-    run.announce(length, model, what, max(run.checkpoints.group.size, config.runtime.trainer_ranks))
+    run.announce(length, model, what, max(run.checkpoints.rank_group.size, config.runtime.trainer_ranks))

@@ -298,7 +298,7 @@ def held_out_notes(held: TaskSource, trained: TaskSource) -> list[str]:
 
 
 def measure_rewards(
-    config: RlConfig, held: TaskSource, policy: Callable[[], nn.Module], group: RankGroup | None = None
+    config: RlConfig, held: TaskSource, policy: Callable[[], nn.Module], rank_group: RankGroup | None = None
 ) -> Measure:
     """Return a function that measures a policy on held-out prompts.
 
@@ -306,7 +306,7 @@ def measure_rewards(
         config: of the run.
         held: the held-out prompts.
         policy: returns the whole model with the current weights; all ranks call it at each measurement.
-        group: ranks that share the prompts.
+        rank_group: ranks that share the prompts.
     """
     section = config.eval
     max_tokens = config.sampling.max_tokens
@@ -331,7 +331,7 @@ def measure_rewards(
         check_contexts(held.task, max_tokens, model)
         return engine_factory(own, model, held)(None, 0)
 
-    rewards = HeldOutRewards(held.task, make_engine, options, group)
+    rewards = HeldOutRewards(held.task, make_engine, options, rank_group)
 
     def measure(on_progress: OnProgress | None) -> Mapping[str, float]:
         report = rewards(on_progress)

@@ -58,7 +58,7 @@ def reduced_over_ranks(
     weights = whole_weights(units, model, value_head)
     try:
         with (
-            summed(weights, team.group) as before_last,
+            summed(weights, team.rank_group) as before_last,
             gathered(units if team.mode == "gathered" else (), zero),
         ):
             # Sharded units communicate during the backward, where the sums of whole weights would mix with theirs.
@@ -120,8 +120,8 @@ class BucketSums:
     sent.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter], group: RankGroup) -> None:
-        self._group = group
+    def __init__(self, weights: Sequence[nn.Parameter], rank_group: RankGroup) -> None:
+        self._rank_group = rank_group
         self._left: list[list[Tensor]] = buckets(weights)
         self._reached: set[Tensor] = set()
         self._sent: list[tuple[list[Tensor], list[Tensor], Callable[[], None]]] = []
@@ -159,18 +159,18 @@ class BucketSums:
     def _send(self) -> None:
         weights = self._left.pop()
         own = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
-        self._sent.append((weights, own, self._group.begin_sum(own)))
+        self._sent.append((weights, own, self._rank_group.begin_sum(own)))
 
 
 @contextmanager
-def summed(weights: Sequence[nn.Parameter], group: RankGroup) -> Iterator[Callable[[], None]]:
+def summed(weights: Sequence[nn.Parameter], rank_group: RankGroup) -> Iterator[Callable[[], None]]:
     """Sum the gradients of some weights over ranks at the end of the context, and add them to earlier gradients.
 
     A weight without a gradient on any rank keeps none. An error restores the gradients from before the block. Yields a
     function to call before the last backward of the block, if no collective follows: sums then overlap with it. As in
     DDP, ranks cannot continue together after an error in that backward.
     """
-    sums = BucketSums(weights, group)
+    sums = BucketSums(weights, rank_group)
     before = [weight.grad for weight in weights]
     for weight in weights:
         weight.grad = None
@@ -184,7 +184,7 @@ def summed(weights: Sequence[nn.Parameter], group: RankGroup) -> Iterator[Callab
         sums.disarm()
     has_own = np.array([weight.grad is not None for weight in weights], np.float64)
     sums.finish()
-    has_gradient = group.sum(has_own) > 0
+    has_gradient = rank_group.sum(has_own) > 0
     for weight, gradient, has in zip(weights, before, has_gradient, strict=True):
         if not has:
             weight.grad = gradient

@@ -133,7 +133,7 @@ class Agreement:
 
 
 @contextmanager
-def agreeing(group: RankGroup) -> Iterator[Agreement]:
+def agreeing(rank_group: RankGroup) -> Iterator[Agreement]:
     """Compare, at the end of the context, what the ranks will run; the checks of a step belong inside.
 
     Raises:
@@ -145,9 +145,9 @@ def agreeing(group: RankGroup) -> Iterator[Agreement]:
     try:
         yield agreement
     except TreeringError as error:
-        group.gather(str(error))
+        rank_group.gather(str(error))
         raise
-    facts = group.gather((agreement.what, agreement.num_passes, agreement.max_tokens))
+    facts = rank_group.gather((agreement.what, agreement.num_passes, agreement.max_tokens))
     for rank, fact in enumerate(facts):
         if isinstance(fact, str):
             raise StateError(f"ranks train one batch together, and rank {rank} refuses its share: {fact}")
@@ -179,11 +179,13 @@ def check_images_together(*, has_images: bool) -> None:
         )
 
 
-def write_together(group: RankGroup, make: Callable[[Callable[[], None]], None], write_own: Callable[[], None]) -> None:
+def write_together(
+    rank_group: RankGroup, make: Callable[[Callable[[], None]], None], write_own: Callable[[], None]
+) -> None:
     """Write a folder together: all ranks call this, and it returns when all are done.
 
     Args:
-        group: the ranks.
+        rank_group: the ranks.
         make: run by rank 0; must call its argument once the folder exists, and return when the folder is complete.
         write_own: writes a rank's own part, on all ranks at once, after that call.
 
@@ -196,12 +198,12 @@ def write_together(group: RankGroup, make: Callable[[Callable[[], None]], None],
     def begin() -> None:
         nonlocal has_started
         has_started = True
-        if all(group.gather(True)):
+        if all(rank_group.gather(True)):
             write_own()
 
     problem: Exception | None = None
     try:
-        if group.rank == 0:
+        if rank_group.rank == 0:
             make(begin)
         else:
             begin()
@@ -209,8 +211,10 @@ def write_together(group: RankGroup, make: Callable[[Callable[[], None]], None],
         problem = error
         if not has_started:
             # The others wait to learn whether there is a folder.
-            group.gather(False)
-    problems = [message for message in group.gather(None if problem is None else str(problem)) if message is not None]
+            rank_group.gather(False)
+    problems = [
+        message for message in rank_group.gather(None if problem is None else str(problem)) if message is not None
+    ]
     if problem is not None:
         raise problem
     if problems:

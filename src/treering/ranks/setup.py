@@ -33,11 +33,11 @@ class StepRanks:
     """Ranks of one step.
 
     Attributes:
-        group: the ranks.
+        rank_group: the ranks.
         mode: how they keep step; None if one rank trains by itself.
     """
 
-    group: RankGroup
+    rank_group: RankGroup
     mode: RanksMode | None
 
 
@@ -59,27 +59,27 @@ def prepare(model: nn.Module, mesh: Any = None) -> RankGroup:
         ConfigError: a mesh other than the one over which the model is sharded.
 
     Example:
-        >>> group = prepare(model)                                           # doctest: +SKIP
-        >>> shares = share_among_ranks(forests, group.size)                  # doctest: +SKIP
-        >>> own = [forests[i] for i in shares[group.rank].forests]           # doctest: +SKIP
+        >>> rank_group = prepare(model)                                      # doctest: +SKIP
+        >>> shares = share_among_ranks(forests, rank_group.size)             # doctest: +SKIP
+        >>> own = [forests[i] for i in shares[rank_group.rank].forests]      # doctest: +SKIP
         >>> backward(model, own, sft())                                      # doctest: +SKIP
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"prepare needs a model, got {type(model).__name__}; pass what fully_shard or DDP returned")
     if not is_running():
-        group = RankGroup()
+        rank_group = RankGroup()
     else:
         units = units_of(model)
         check_parallel(model, units)
-        group = _group_of(mesh, model)
-        _check_mesh(units, group)
+        rank_group = _group_of(mesh, model)
+        _check_mesh(units, rank_group)
         for unit in units:
             unit.set_gradient_divide_factor(1.0)
             # Sum by the plain operation: gloo has no other, and with a factor of 1 there is nothing to multiply by.
             unit.set_force_sum_reduction_for_comms(True)
     for module in _with_wrapped(model):
-        module.__dict__[_PREPARED] = group
-    return group
+        module.__dict__[_PREPARED] = rank_group
+    return rank_group
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
@@ -105,12 +105,12 @@ def ranks_of(model: nn.Module, requested: RanksOption | None) -> StepRanks:
         raise ConfigError(f"ranks must be one of {', '.join(get_args(RanksOption))}, got {requested!r}")
     units = units_of(model)
     check_parallel(model, units)
-    group: RankGroup | None = model.__dict__.get(_PREPARED)
+    rank_group: RankGroup | None = model.__dict__.get(_PREPARED)
     if not is_running() or (num_ranks() == 1 and not units):
-        return StepRanks(group=RankGroup(), mode=None)
+        return StepRanks(rank_group=RankGroup(), mode=None)
     if not units and requested == "alone":
-        return StepRanks(group=RankGroup(), mode=None)
-    if group is None or group.size == 1 < num_ranks():
+        return StepRanks(rank_group=RankGroup(), mode=None)
+    if rank_group is None or rank_group.size == 1 < num_ranks():
         raise StateError(
             f"{num_ranks()} ranks run here, and nothing sums the gradients of this {type(model).__name__}; call "
             "treering.ranks.prepare(model) once, after init_process_group and after wrapping it; on a whole model "
@@ -126,7 +126,7 @@ def ranks_of(model: nn.Module, requested: RanksOption | None) -> StepRanks:
             'ranks="sharded" needs weights sharded by fully_shard, and every rank holds this model whole; use '
             'ranks="gathered"'
         )
-    return StepRanks(group=group, mode=requested or ("sharded" if units else "gathered"))
+    return StepRanks(rank_group=rank_group, mode=requested or ("sharded" if units else "gathered"))
 
 
 def _check_sums(units: Sequence[Any]) -> None:
@@ -154,13 +154,13 @@ def _group_of(mesh: Any, model: nn.Module) -> RankGroup:
     return RankGroup(rank=mesh.get_local_rank(), size=mesh.size(), process_group=mesh.get_group())
 
 
-def _check_mesh(units: Sequence[Any], group: RankGroup) -> None:
+def _check_mesh(units: Sequence[Any], rank_group: RankGroup) -> None:
     for unit in groups_of(units):
         size = unit.mesh_info.mesh.size()
-        if size != group.size:
+        if size != rank_group.size:
             raise ConfigError(
-                f"fully_shard spread the model over {size} processes, and the data-parallel ranks are {group.size}; "
-                "pass the mesh that fully_shard got to prepare"
+                f"fully_shard spread the model over {size} processes, and the data-parallel ranks are "
+                f"{rank_group.size}; pass the mesh that fully_shard got to prepare"
             )
 
 

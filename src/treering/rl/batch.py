@@ -91,9 +91,9 @@ def make_rl_batch(
     )
 
 
-def share_of(batch: RlBatch, group: RankGroup) -> RlBatch:
+def share_of(batch: RlBatch, rank_group: RankGroup) -> RlBatch:
     """Return this rank's branches of a step, split by cost; values about groups stay those of the whole step."""
-    share = share_batch(batch.trees, group)
+    share = share_batch(batch.trees, rank_group)
     return replace(
         batch,
         trees=share.batch,

@@ -101,15 +101,15 @@ class HeldOutRewards:
     """
 
     def __init__(
-        self, task: Task, make_engine: Callable[[], Engine], options: EvalOptions, group: RankGroup | None = None
+        self, task: Task, make_engine: Callable[[], Engine], options: EvalOptions, rank_group: RankGroup | None = None
     ) -> None:
-        """Set up the measurement; several ranks (`group`) share the prompts.
+        """Set up the measurement; several ranks (`rank_group`) share the prompts.
 
         Args:
             task: held-out prompts and their rewards.
             make_engine: makes an engine with the current weights.
             options: how prompts are sampled and judged.
-            group: ranks of the run.
+            rank_group: ranks of the run.
 
         Raises:
             InputError: no prompt, or two prompts with the same id.
@@ -117,7 +117,7 @@ class HeldOutRewards:
         check_prompts(task)
         self._task, self._make_engine, self._options = task, make_engine, options
         self._sampling = with_stops(options.sampling, task)
-        self._group = RankGroup() if group is None else group
+        self._rank_group = RankGroup() if rank_group is None else rank_group
 
     def __call__(self, on_progress: OnProgress | None = None) -> EvalReport:
         """Measure the current weights.
@@ -127,7 +127,7 @@ class HeldOutRewards:
             StateError: too many episodes of an environment failed.
         """
         prompts, options = self._task.prompts, self._options
-        own = prompts[self._group.rank :: self._group.size]
+        own = prompts[self._rank_group.rank :: self._rank_group.size]
         progress = PhaseProgress("sampling", len(own) * options.num_samples, on_progress)
         sample = collect
         if isinstance(self._task, EnvironmentTask):
@@ -141,7 +141,7 @@ class HeldOutRewards:
             sampling=self._sampling,
             on_progress=progress.add,
         )
-        return _report(join(prompts, self._group.gather(collected)), options)
+        return _report(join(prompts, self._rank_group.gather(collected)), options)
 
 
 def eval_seed(seed: int) -> int:

@@ -56,7 +56,7 @@ class RlLoop(Resumable[RlStepReport]):
         options: RlOptions,
         drafting: Drafting | None = None,
         teacher: nn.Module | None = None,
-        group: RankGroup | None = None,
+        rank_group: RankGroup | None = None,
         rollout_model: nn.Module | None = None,
         reference: MakeReference | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class RlLoop(Resumable[RlStepReport]):
             options: options of sampling and training.
             drafting: history and drafter of earlier rollouts; None samples without drafts.
             teacher: model to distill from, with `options.distill`.
-            group: ranks of a prepared model, which share the prompts to sample and the trees to train.
+            rank_group: ranks of a prepared model, which share the prompts to sample and the trees to train.
             rollout_model: unsharded copy of a sharded model; the loop copies the weights into it for the engine.
             reference: makes the reference model of `options.kl` with the run's initial weights. The first update calls
                 it, unless one rank trains adapters: then the model without adapters is the reference.
@@ -89,9 +89,9 @@ class RlLoop(Resumable[RlStepReport]):
         self.step_tasks = StepTasks(
             num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed
         )
-        self._group = RankGroup() if group is None else group
-        self._trainer = Trainer(model, optim, options, teacher, self._group, reference)
-        self._sampler = Sampler(task, options, drafting, self._group)
+        self._rank_group = RankGroup() if rank_group is None else rank_group
+        self._trainer = Trainer(model, optim, options, teacher, self._rank_group, reference)
+        self._sampler = Sampler(task, options, drafting, self._rank_group)
         self._failed_steps = FailedSteps(task.reward_name)
         self._num_steps_done = 0
         self._num_batches = 0
@@ -200,7 +200,7 @@ class RlLoop(Resumable[RlStepReport]):
         if "rehearsal" in state and self._options.rehearse != "off":
             self._sampler.rehearsal.load_state(state["rehearsal"])
         drafters = state["drafter"] if isinstance(state["drafter"], list) else [state["drafter"]]
-        drafter = drafters[self._group.rank % len(drafters)]
+        drafter = drafters[self._rank_group.rank % len(drafters)]
         if self._drafting is not None and drafter is not None:
             self._drafting.load_state(drafter)
         self._note_drafter()
@@ -263,10 +263,10 @@ class RlLoop(Resumable[RlStepReport]):
 
     def _gather_engines(self, stats: EngineStats) -> EngineStats:
         """Return the counts summed over ranks; keep the states of all ranks' drafters."""
-        if self._group.size == 1:
+        if self._rank_group.size == 1:
             return stats
         learnt = self._drafter_state or {}
-        facts = self._group.gather((stats, {name: values.numpy() for name, values in learnt.items()}))
+        facts = self._rank_group.gather((stats, {name: values.numpy() for name, values in learnt.items()}))
         self._drafters = [{name: torch.from_numpy(own[name]) for name in own} for _, own in facts if own]
         return total_stats(stats for stats, _ in facts)
 

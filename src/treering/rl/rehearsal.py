@@ -70,9 +70,9 @@ class Rehearsal:
         most = self._most_tokens(engine.row_price / 2)
         self.tokens = {key: tokens[:most] for key, tokens in taken.items() if tokens.size > 0}
 
-    def note(self, stats: EngineStats, lengths: Sequence[int], group: "RankGroup") -> None:
+    def note(self, stats: EngineStats, lengths: Sequence[int], rank_group: "RankGroup") -> None:
         """Learn from a batch, with all ranks: how much of its rehearsals was kept, and how long its rollouts were."""
-        parts = group.gather((self.tokens, stats)) if group.size > 1 else [(self.tokens, stats)]
+        parts = rank_group.gather((self.tokens, stats)) if rank_group.size > 1 else [(self.tokens, stats)]
         self.tokens = {key: tokens for own, _ in parts for key, tokens in own.items()}
         self._num_kept = _KEPT_COUNTS * self._num_kept + sum(own.num_kept for _, own in parts)
         self._num_changed = _KEPT_COUNTS * self._num_changed + sum(own.num_changed for _, own in parts)

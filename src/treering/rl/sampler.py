@@ -101,13 +101,13 @@ class Sampler:
     Each of N ranks samples every Nth prompt; afterwards all ranks have all groups and the same history.
     """
 
-    def __init__(self, task: Task, options: RlOptions, drafting: Drafting | None, group: RankGroup) -> None:
+    def __init__(self, task: Task, options: RlOptions, drafting: Drafting | None, rank_group: RankGroup) -> None:
         """Prepare sampling; every finished rollout is added to `drafting`, unless it is None."""
         self._task = task
         self._options = options
         self._sampling = with_stops(options.sampling, task)
         self._drafting = drafting
-        self._group = group
+        self._rank_group = rank_group
         self.forecast = EpisodeForecast()
         """Order in which the next episodes start; part of a checkpoint."""
         self.rehearsal = Rehearsal(options.rehearse)
@@ -134,7 +134,7 @@ class Sampler:
             InputError: the engine refuses a prompt.
             StateError: too many episodes failed, or one blocks the others.
         """
-        own = prompts[self._group.rank :: self._group.size]
+        own = prompts[self._rank_group.rank :: self._rank_group.size]
         finished: list[tuple[Rollout, TokenIds]] = []
         progress = PhaseProgress("sampling", len(own) * self._options.group_size, on_progress)
 
@@ -159,7 +159,7 @@ class Sampler:
         if rehearses:
             # This rank's requests of the next batch, with the noise of their step.
             after = {**draws, **{prompt.prompt_id: draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}}
-            early = following[self._group.rank :: self._group.size]
+            early = following[self._rank_group.rank :: self._rank_group.size]
             early_requests = Collection(
                 early, after, group_size=self._options.group_size, sampling=self._sampling
             ).requests()
@@ -184,7 +184,7 @@ class Sampler:
         joined = self._joined(prompts, collected, finished)
         if rehearses:
             lengths = [rollout.num_tokens for group in joined.groups for rollout in group.rollouts]
-            self.rehearsal.note(engine.stats.since(before), lengths, self._group)
+            self.rehearsal.note(engine.stats.since(before), lengths, self._rank_group)
         if is_environment:
             self.forecast.observe(joined.groups)
         return joined
@@ -193,12 +193,12 @@ class Sampler:
         self, prompts: Sequence[Prompt], own: Collected, finished: Sequence[tuple[Rollout, TokenIds]]
     ) -> Collected:
         """Return the groups of all ranks, and add the rollouts of other ranks to the history, rank by rank."""
-        if self._group.size == 1:
+        if self._rank_group.size == 1:
             return own
-        parts = self._group.gather((own, finished))
+        parts = self._rank_group.gather((own, finished))
         if self._drafting is not None:
             for rank, (_, rollouts) in enumerate(parts):
-                for rollout, rest in rollouts if rank != self._group.rank else ():
+                for rollout, rest in rollouts if rank != self._rank_group.rank else ():
                     self._drafting.add(rollout, rest)
         joined = join(prompts, [collected for collected, _ in parts])
         if isinstance(self._task, EnvironmentTask):

@@ -106,13 +106,13 @@ class Trainer:
         optim: OptimOptions,
         options: RlOptions,
         teacher: nn.Module | None = None,
-        group: RankGroup | None = None,
+        rank_group: RankGroup | None = None,
         reference: MakeReference | None = None,
     ) -> None:
         """Put the model in training mode, with gradient checkpointing if the options ask for it.
 
-        Several ranks (`group`, of a prepared model) get the same groups and share them by cost. `reference` is called
-        before the first update, and only if `options.kl` needs a separate model. The teacher stays as it is.
+        The ranks of `rank_group` train a prepared model; they get the same groups and share them by cost. `reference`
+        is called before the first update, and only if `options.kl` needs a separate model. The teacher stays as it is.
 
         Raises:
             ConfigError: no parameter is trainable, only one of teacher and `options.distill` is given, or `options.kl`
@@ -131,9 +131,9 @@ class Trainer:
         self._weighting = weighting_of(options)
         self._teacher = teacher
         self._options = options
-        self._group = RankGroup() if group is None else group
-        check_ranks(options.layout, self._group.size)
-        is_copied = needs_copy(model, self._group.size)
+        self._rank_group = RankGroup() if rank_group is None else rank_group
+        check_ranks(options.layout, self._rank_group.size)
+        is_copied = needs_copy(model, self._rank_group.size)
         if options.kl != 0 and is_copied and reference is None:
             raise ConfigError(
                 f"kl={options.kl} compares with the run's initial weights and needs `reference`; pass a function that "
@@ -142,7 +142,7 @@ class Trainer:
         self._reference = None if options.kl == 0 else Reference(model, reference if is_copied else None, options)
         self._model = model
         self._is_between_updates = False
-        self._updater = Updater(model, optim, options, group=self._group)
+        self._updater = Updater(model, optim, options, rank_group=self._rank_group)
 
     def train(self, step: int, groups: Sequence[Group], *, on_progress: OnProgress | None = None) -> Trained:
         """Update the weights, unless every group has equal rewards and the loss has no teacher and no KL.
@@ -202,7 +202,7 @@ class Trainer:
     def _scored(self, batch: RlBatch, reference: Reference | None) -> RlBatch:
         """Return this rank's share, with log-probs of the reference and of the policy before its updates if needed."""
         options = self._options
-        own = share_of(batch, self._group)
+        own = share_of(batch, self._rank_group)
         if reference is not None:
             own = replace(own, ref_logprobs=reference.logprobs(own.trees, options.sampling.temperature))
         if options.num_updates == 1 or options.old_logprobs == "sampled":
@@ -215,7 +215,7 @@ class Trainer:
                 max_tokens=tokens_on_ranks(options),
                 temperature=options.sampling.temperature,
                 backend=options.backend,
-                group=self._group,
+                rank_group=self._rank_group,
             )
         return replace(own, old_logprobs=old)
 
@@ -239,13 +239,13 @@ class Trainer:
         """Return the groups with the KL in their rewards, and its mean per sampled token; ranks score a share each."""
         batch = self._batch(groups, keeps_equal=True)
         old = known(batch.old_logprobs)
-        share = share_batch(batch.trees, self._group)
+        share = share_batch(batch.trees, self._rank_group)
         scored = reference.logprobs(share.batch, self._options.sampling.temperature)
         counted = batch.trees.loss_masks
         own = {
             i: float((old[i] - ref)[counted[i]].sum()) for i, ref in zip(share.branches.tolist(), scored, strict=True)
         }
-        sums = {i: total for part in self._group.gather(own) for i, total in part.items()}
+        sums = {i: total for part in self._rank_group.gather(own) for i, total in part.items()}
         num_tokens = sum(int(mask.sum()) for mask in counted)
         penalties = [self._options.kl * sums[i] for i in range(len(sums))]
         return with_penalties(groups, penalties), math.fsum(sums.values()) / max(num_tokens, 1)

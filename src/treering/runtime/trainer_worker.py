@@ -103,13 +103,13 @@ class TrainerWorker:
         dist.init_process_group(backend, store=store, rank=settings.rank, world_size=settings.num_ranks)
         self._build(None)
 
-    def _build(self, group: RankGroup | None) -> None:
+    def _build(self, rank_group: RankGroup | None) -> None:
         settings = self._settings
         self._model = settings.recipe.make_model()
         load_weights(settings.weights, self._model)
-        self._group = shard_model(self._model, settings.options.autocast) if group is None else group
+        self._rank_group = shard_model(self._model, settings.options.autocast) if rank_group is None else rank_group
         self._trainer = Trainer(
-            self._model, settings.optim, settings.options, group=self._group, reference=settings.reference
+            self._model, settings.optim, settings.options, rank_group=self._rank_group, reference=settings.reference
         )
         state = unpacked(settings.state)
         if state["optimizer"] is not None:
@@ -124,7 +124,7 @@ class TrainerWorker:
         ended = time.perf_counter()
         weights = self._published() if message.is_new else None
         update_s = time.perf_counter() - ended
-        if self._group.rank == 0:
+        if self._rank_group.rank == 0:
             self._answers.append(
                 TrainedStep(
                     step=message.step, trained=trained, train_s=ended - started, update_s=update_s, weights=weights
@@ -133,15 +133,15 @@ class TrainerWorker:
 
     def _published(self) -> Weights | None:
         """Return the new weights on rank 0, and None on other ranks."""
-        is_whole = self._group.size == 1
+        is_whole = self._rank_group.size == 1
         whole = None if is_whole else whole_state_dict(self._model, trained_only=has_adapter(self._model))
-        return weights_of(model_tensors(self._model, whole)) if self._group.rank == 0 else None
+        return weights_of(model_tensors(self._model, whole)) if self._rank_group.rank == 0 else None
 
     def _fetch(self) -> None:
         state = self._trainer.state()
-        if self._group.size > 1:
+        if self._rank_group.size > 1:
             state = whole_state(state)
-        if self._group.rank == 0:
+        if self._rank_group.rank == 0:
             self._answers.append(TrainerState(state=packed(state)))
 
 

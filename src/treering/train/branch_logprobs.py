@@ -34,7 +34,7 @@ def branch_logprobs(
     max_tokens: int | None,
     temperature: float = 1.0,
     backend: str = "auto",
-    group: RankGroup | None = None,
+    rank_group: RankGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Float64Array]:
     """Return the log-probs of the masked tokens of every branch; trees above `max_tokens` run in partitions.
@@ -46,7 +46,8 @@ def branch_logprobs(
         max_tokens: distinct tokens to compute at one time; None sets no limit.
         temperature: divides the logits.
         backend: attention backend; ignored inside `tree_attention`.
-        group: ranks of a prepared model, all of which must call this; None for one rank, or for a whole model on each.
+        rank_group: ranks of a prepared model, all of which must call this; None for one rank, or for a whole model on
+            each.
         on_progress: called with the number of tokens scored so far.
 
     Returns:
@@ -58,7 +59,7 @@ def branch_logprobs(
 
     Example: branches [5, 6, 7] and [5, 6, 8] with masks [0, 0, 1] are scored in one pass over 4 tokens.
     """
-    bound, group = TreeModel.of(model), RankGroup() if group is None else group
+    bound, rank_group = TreeModel.of(model), RankGroup() if rank_group is None else rank_group
     check_no_hooks(bound)
     for forest in forests:
         check_forest(forest, bound)
@@ -68,12 +69,12 @@ def branch_logprobs(
     plan = plan_step(forests, objective, max_tokens, device=bound.device)
     num_passes = sum(map(num_forwards, plan.units))
     # Before the first pass, which gathers sharded weights.
-    most_passes = max(group.gather(num_passes))
+    most_passes = max(rank_group.gather(num_passes))
     progress = PhaseProgress("scoring", plan.num_tokens, on_progress)
     found, num_done = [np.zeros(mask.size) for mask in loss_masks], 0
     with nullcontext() if is_active(bound) else tree_attention(bound, backend), torch.no_grad():
         for unit in plan.units:
-            _score_into(found, unit, loss_masks, scorer, in_step=group.size > 1, progress=progress)
+            _score_into(found, unit, loss_masks, scorer, in_step=rank_group.size > 1, progress=progress)
             num_done += unit.forest.num_tokens
             progress.reach(num_done)
         for _ in range(num_passes, most_passes):
@@ -111,7 +112,7 @@ def mean_loss(
     loss_masks: Sequence[BoolArray],
     max_tokens: int | None = None,
     *,
-    group: RankGroup | None = None,
+    rank_group: RankGroup | None = None,
     backend: str = "auto",
     on_progress: OnProgress | None = None,
 ) -> tuple[float, int]:
@@ -125,10 +126,16 @@ def mean_loss(
         >>> mean_loss(model, [forest], [np.array([0, 1, 1], bool)] * 2)       # doctest: +SKIP
         (3.47, 4)
     """
-    group = RankGroup() if group is None else group
+    rank_group = RankGroup() if rank_group is None else rank_group
     logprobs = branch_logprobs(
-        model, forests, loss_masks, max_tokens=max_tokens, backend=backend, group=group, on_progress=on_progress
+        model,
+        forests,
+        loss_masks,
+        max_tokens=max_tokens,
+        backend=backend,
+        rank_group=rank_group,
+        on_progress=on_progress,
     )
     own = [sum(float(each[1:].sum()) for each in logprobs), sum(int(mask[1:].sum()) for mask in loss_masks)]
-    total, count = (sum(values) for values in zip(*group.gather(own), strict=True))
+    total, count = (sum(values) for values in zip(*rank_group.gather(own), strict=True))
     return -total / max(count, 1), int(count)

@@ -107,13 +107,13 @@ def run_by_memory(model: TreeModel, weights: Iterable[Tensor], run: Callable[[in
         tokens //= 2
 
 
-def fewest_on_ranks(group: RankGroup, own: Callable[[], int]) -> int:
+def fewest_on_ranks(rank_group: RankGroup, own: Callable[[], int]) -> int:
     """Return the smallest number over all ranks; every rank must call it, with a function that finds its own.
 
     Raises:
         StateError: on every rank, if another rank raised in `own`.
     """
-    with agreeing(group) as agreement:
+    with agreeing(rank_group) as agreement:
         agreement.what, agreement.max_tokens = 'max_tokens="auto"', own()
     return agreement.max_tokens
 

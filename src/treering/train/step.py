@@ -174,8 +174,8 @@ def backward(
     )
     if max_tokens != "auto":
         return call.run(max_tokens)
-    if call.team.group.size > 1:
-        tokens = fewest_on_ranks(call.team.group, call.tokens_that_fit)
+    if call.team.rank_group.size > 1:
+        tokens = fewest_on_ranks(call.team.rank_group, call.tokens_that_fit)
         # Ranks that run the same passes cannot cut a tree, so an estimate that is too low for one gives way.
         largest = max((forest.num_tokens for forest in call.forests), default=0) if call.team.mode == "sharded" else 0
         return call.run(max(tokens, min(largest, DEFAULT_TOKENS)))
@@ -211,7 +211,7 @@ class _Call:
         """Run the step with at most `max_tokens` at one time."""
         objective, team = self.objective, self.team
         # All checks come before the first gradient is added and before ranks communicate.
-        with agreeing(team.group) as agreement:
+        with agreeing(team.rank_group) as agreement:
             model = TreeModel.of(self.given)
             _check_inputs(model, self.forests, objective, self.temperature, self.value_head)
             teacher = None
@@ -245,10 +245,10 @@ class _Call:
         teaching = nullcontext() if teacher is None else teacher.active()
         reducing = reduced_over_ranks(team, model.model, model.shards, self.value_head, run_filler)
         with self._inside(model, routers), teaching, reducing as before_last:
-            batch = flatten_batch(entries, objective, team.group.sum)
+            batch = flatten_batch(entries, objective, team.rank_group.sum)
             routing = None
             if self.router_losses is not None and routers is not None:
-                routing = Routing(self.router_losses, routers, plan.num_branch_tokens, team.group.sum)
+                routing = Routing(self.router_losses, routers, plan.num_branch_tokens, team.rank_group.sum)
             scorer = Scorer(
                 model=with_features(model, self.forests),
                 temperature=self.temperature,

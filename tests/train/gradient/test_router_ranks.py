@@ -70,7 +70,7 @@ def test_ranks_add_up_to_one_flat_batch_and_keep_step(
 
     def ranks_of(model: object, requested: object) -> StepRanks:
         rank = next(i for i, own in enumerate(models) if own is model)
-        return StepRanks(group=ThreadGroup(rank=rank, size=3, process_group=shared), mode=mode)
+        return StepRanks(rank_group=ThreadGroup(rank=rank, size=3, process_group=shared), mode=mode)
 
     def step(rank: int) -> BackwardResult:
         models[rank].model.register_forward_pre_hook(lambda *_: passes[rank].append(torch.is_grad_enabled()))

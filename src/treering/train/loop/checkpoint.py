@@ -256,7 +256,7 @@ class CheckpointStore:
         tokenizer: folder whose tokenizer files are copied into each checkpoint, or None.
         hints: folder with one file of hints (`Resumable`) per checkpoint, separate from the checkpoints so that damage
             to it does not affect them; None keeps no hints.
-        group: ranks of a sharded model, which save and restore together in a folder that all of them can access.
+        rank_group: ranks of a sharded model, which save and restore together in a folder that all of them can access.
         stop_tokens: ids that end trained turns; they are added to the eos ids in generation_config.json, which adapters
             have too.
         template: chat template that replaces the tokenizer's; None keeps the tokenizer's.
@@ -271,7 +271,7 @@ class CheckpointStore:
     keep: int = 2
     tokenizer: Path | None = None
     hints: Path | None = None
-    group: RankGroup = field(default_factory=RankGroup)
+    rank_group: RankGroup = field(default_factory=RankGroup)
     stop_tokens: tuple[int, ...] = ()
     template: str | None = None
     best: Callable[[int], int | None] | None = None
@@ -279,7 +279,7 @@ class CheckpointStore:
 
     def is_best(self, step: int) -> bool:
         """Return whether a step is the best so far; all ranks get the answer of the first rank."""
-        return self.best is not None and bool(self.group.gather(self.best(step) == step)[0])
+        return self.best is not None and bool(self.rank_group.gather(self.best(step) == step)[0])
 
     def save(self, loop: Resumable[ReportT]) -> Path:
         """Write a checkpoint of the loop, remove those beyond `keep`, and return the checkpoint's folder.
@@ -294,7 +294,7 @@ class CheckpointStore:
                 f"a checkpoint needs a Hugging Face model, and this is {type(model).__name__}; merge adapters "
                 "first, or add them with the model's own add_adapter"
             )
-        if self.group.size > 1:
+        if self.rank_group.size > 1:
             return self._save_together(loop, model)
         self._write(loop, model, {"loop": loop.state(), "random": random_state()}, None)
         return checkpoint_path(self.folder, loop.num_steps_done)
@@ -335,7 +335,7 @@ class CheckpointStore:
         state = split_state({"loop": loop.state(), "random": random_state()}, shards)
         target = checkpoint_path(self.folder, loop.num_steps_done)
         write_together(
-            self.group,
+            self.rank_group,
             make=lambda begin: self._write(loop, model, state, Gathered(weights, begin)),
             write_own=lambda: write_shards(shards, draft_path(target) / SHARDS_FOLDER),
         )
@@ -388,14 +388,14 @@ class CheckpointStore:
             StateError: all checkpoints are damaged, the newest complete one belongs to another run, or the folder
                 cannot be written.
         """
-        chosen = self._choose() if self.group.rank == 0 else None
-        chosen = self.group.gather(chosen)[0]
+        chosen = self._choose() if self.rank_group.rank == 0 else None
+        chosen = self.rank_group.gather(chosen)[0]
         if chosen is None:
             return None
         restore(chosen, loop)
         if self.hints is not None:
             loop.load_hints(self.hints / chosen.name)
-        if self.group.rank == 0:
+        if self.rank_group.rank == 0:
             with writing(self.folder):
                 self._remove_leftovers(loop.num_steps_done)
         return loop.num_steps_done

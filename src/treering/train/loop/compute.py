@@ -130,14 +130,14 @@ class Share:
     branches: NDArray[np.int64]
 
 
-def share_batch(batch: StepBatch, group: RankGroup) -> Share:
+def share_batch(batch: StepBatch, rank_group: RankGroup) -> Share:
     """Return this rank's share of a step, balanced by cost; every rank computes all shares for itself.
 
     Example: of forests with 5, 4, 3 and 3 tokens, the first of two ranks trains the forests of 5 and 3.
     """
-    if group.size == 1:
+    if rank_group.size == 1:
         return Share(batch=batch, branches=np.arange(len(batch.loss_masks)))
-    own = share_among_ranks(batch.forests, group.size)[group.rank].forests
+    own = share_among_ranks(batch.forests, rank_group.size)[rank_group.rank].forests
     first = np.cumsum([0, *(forest.num_branches for forest in batch.forests)])
     branches = np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in own)])
     return Share(
@@ -150,18 +150,18 @@ def share_batch(batch: StepBatch, group: RankGroup) -> Share:
     )
 
 
-def sum_over_ranks(values: Mapping[str, float], group: RankGroup) -> dict[str, float]:
+def sum_over_ranks(values: Mapping[str, float], rank_group: RankGroup) -> dict[str, float]:
     """Return the sum of each value over the ranks, in the order of the names."""
     names = list(values)
-    totals = group.sum(np.array([float(values[name]) for name in names]))
+    totals = rank_group.sum(np.array([float(values[name]) for name in names]))
     return dict(zip(names, totals.tolist(), strict=True))
 
 
-def mean_over_ranks(averages: Mapping[str, float], weight: float, group: RankGroup) -> dict[str, float]:
+def mean_over_ranks(averages: Mapping[str, float], weight: float, rank_group: RankGroup) -> dict[str, float]:
     """Return averages over the entries of all ranks; this rank has `weight` of them, or no names and weight 0."""
-    if group.size == 1:
+    if rank_group.size == 1:
         return dict(averages)
-    facts = group.gather((weight, dict(averages)))
+    facts = rank_group.gather((weight, dict(averages)))
     total = max(sum(own for own, _ in facts), 1e-300)
     names = sorted({name for _, known in facts for name in known})
     return {name: sum(own * known.get(name, 0.0) for own, known in facts) / total for name in names}

@@ -87,13 +87,13 @@ class HeldOutLoss:
         *,
         compute: ComputeOptions,
         layout: Layout = "tree",
-        group: RankGroup | None = None,
+        rank_group: RankGroup | None = None,
     ) -> None:
-        """Share the tasks among the ranks of `group`, if several train a prepared model."""
+        """Share the tasks among the ranks of `rank_group`, if several train a prepared model."""
         self._model, self._compute = model, compute
-        self._group = RankGroup() if group is None else group
+        self._rank_group = RankGroup() if rank_group is None else rank_group
         self._max_tokens = tokens_on_ranks(compute)
-        self._own = share_batch(make_batch(tasks, layout), self._group).batch
+        self._own = share_batch(make_batch(tasks, layout), self._rank_group).batch
 
     def __call__(self, on_progress: OnProgress | None = None) -> dict[str, float]:
         """Measure the current weights; metrics have the names of `treering.metrics`."""
@@ -103,7 +103,7 @@ class HeldOutLoss:
                 self._own.forests,
                 self._own.loss_masks,
                 self._max_tokens,
-                group=self._group,
+                rank_group=self._rank_group,
                 backend=self._compute.backend,
                 on_progress=on_progress,
             )

@@ -39,11 +39,11 @@ class Interruption:
     `Interrupted(signal.SIGTERM)`, and `run_steps` saves the second.
     """
 
-    def __init__(self, group: RankGroup) -> None:
-        """Serve `group`, the ranks that train together."""
+    def __init__(self, rank_group: RankGroup) -> None:
+        """Serve `rank_group`, the ranks that train together."""
         self.has_unsaved: Callable[[], bool] = lambda: False
         """Whether ending now would lose a whole step; set by the run."""
-        self._group = group
+        self._rank_group = rank_group
         self._number: int | None = None
 
     @property
@@ -56,7 +56,7 @@ class Interruption:
 
         If every whole step is saved, ending at once loses nothing; with several ranks, none knows about the others.
         """
-        if self._number is None and (self._group.size > 1 or self.has_unsaved()):
+        if self._number is None and (self._rank_group.size > 1 or self.has_unsaved()):
             self._number = signal_number
         return self.is_requested
 
@@ -76,13 +76,15 @@ class Interruption:
 
     def check_together(self) -> None:
         """Call `check` on all ranks with the same outcome; between steps."""
-        if self._group.size > 1:
-            self._number = next((number for number in self._group.gather(self._number) if number is not None), None)
+        if self._rank_group.size > 1:
+            self._number = next(
+                (number for number in self._rank_group.gather(self._number) if number is not None), None
+            )
         self.check()
 
     def checked(self, on_progress: OnProgress) -> OnProgress:
         """Wrap an `on_progress` so that, in a single process, the step can also end there."""
-        if self._group.size > 1:
+        if self._rank_group.size > 1:
             return on_progress
 
         def check_and_report(phase: Phase, num_done: int, num_total: int) -> None:
@@ -156,7 +158,11 @@ class Saver(Generic[ReportT]):
             raise
         except Exception as error:
             # Ctrl-C also reaches the processes of an engine, which may fail before the step can be dropped.
-            if self._interruption is None or not self._interruption.is_requested or self._checkpoints.group.size > 1:
+            if (
+                self._interruption is None
+                or not self._interruption.is_requested
+                or self._checkpoints.rank_group.size > 1
+            ):
                 raise
             interrupted = self._interruption.as_error()
             try:
@@ -195,7 +201,7 @@ class Saver(Generic[ReportT]):
             return self._every is not None and self._loop.num_steps_done % self._every == 0
         is_due = time.monotonic() >= self._ended_s + self._wait_s(self._every)
         # All ranks use the clock of the first.
-        return bool(self._checkpoints.group.gather(is_due)[0])
+        return bool(self._checkpoints.rank_group.gather(is_due)[0])
 
     def _wait_s(self, every: timedelta) -> float:
         return max(every.total_seconds(), self._seconds * (1.0 / MAX_SHARE - 1.0))
@@ -238,7 +244,7 @@ def open_run(folder: Path, loop: Resumable[ReportT], checkpoints: CheckpointStor
         StateError: the run there has other settings or only damaged checkpoints, or the folder holds metrics of another
             run or cannot be written.
     """
-    if checkpoints.group.rank > 0:
+    if checkpoints.rank_group.rank > 0:
         # Rank 0 manages the folder.
         step = checkpoints.restore_newest(loop)
         return Opened(is_new=step is None, step=step or 0)

@@ -40,12 +40,12 @@ class SftLoop(Resumable[StepReport]):
         optim: OptimOptions,
         options: SftOptions,
         teacher: nn.Module | None = None,
-        group: RankGroup | None = None,
+        rank_group: RankGroup | None = None,
     ) -> None:
         """Set training mode, and gradient checkpointing as the options say; the teacher is not changed.
 
-        The ranks of `group`, which train a prepared model, share each step's trees by cost; weights match those of one
-        rank.
+        The ranks of `rank_group`, which train a prepared model, share each step's trees by cost; weights match those
+        of one rank.
 
         Raises:
             InputError: no task, no trained token, a sequence with more tokens than the model has positions, or a
@@ -54,8 +54,8 @@ class SftLoop(Resumable[StepReport]):
             UnsupportedError: router losses for a model without routers.
         """
         self.model = model
-        self._group = RankGroup() if group is None else group
-        num_trees = step_size(options.trees_per_step, len(tasks), self._group.size)
+        self._rank_group = RankGroup() if rank_group is None else rank_group
+        num_trees = step_size(options.trees_per_step, len(tasks), self._rank_group.size)
         self.step_tasks = StepTasks(num_tasks=len(tasks), trees_per_step=num_trees, seed=options.seed)
         self._tasks = tuple(tasks)
         self._options = options
@@ -69,8 +69,8 @@ class SftLoop(Resumable[StepReport]):
         for one in (model, teacher):
             _check_lengths(one, tasks)
         check_routers(model, options.router_losses)
-        check_ranks(options.layout, self._group.size)
-        self._updater = Updater(model, optim, options, group=self._group)
+        check_ranks(options.layout, self._rank_group.size)
+        self._updater = Updater(model, optim, options, rank_group=self._rank_group)
 
     @property
     def num_steps_done(self) -> int:
@@ -86,7 +86,7 @@ class SftLoop(Resumable[StepReport]):
         started = time.perf_counter()
         step, options = self._num_steps_done + 1, self._options
         whole = make_batch([self._tasks[i] for i in self.step_tasks.tasks_of(step)], options.layout)
-        batch = share_batch(whole, self._group).batch
+        batch = share_batch(whole, self._rank_group).batch
         objective = self._objective(batch.loss_masks)
         with num_threads(None, self.model):
             update = self._updater.update(

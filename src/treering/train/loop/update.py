@@ -211,7 +211,7 @@ class Updater:
         optim: OptimOptions,
         compute: ComputeOptions,
         *,
-        group: RankGroup | None = None,
+        rank_group: RankGroup | None = None,
     ) -> None:
         """Set training mode, gradient checkpointing and layers as the options say.
 
@@ -219,18 +219,18 @@ class Updater:
             model: a prepared model, if several ranks train it.
             optim: options of the optimizer.
             compute: options of the gradient computation.
-            group: ranks that train the model; None for one.
+            rank_group: ranks that train the model; None for one.
 
         Raises:
             ConfigError: no parameter of the model is trainable.
             MissingExtraError, UnsupportedError: see `prepare_model`.
         """
-        group = RankGroup() if group is None else group
-        self._notes = prepare_model(model, compute, num_steps=optim.num_steps, num_ranks=group.size)
+        rank_group = RankGroup() if rank_group is None else rank_group
+        self._notes = prepare_model(model, compute, num_steps=optim.num_steps, num_ranks=rank_group.size)
         self._model = model
         self._optim = optim
         self._compute = compute
-        self._group = group
+        self._rank_group = rank_group
         self._optimizer = make_optimizer(model, optim)
 
     def update(
@@ -280,7 +280,7 @@ class Updater:
                 "num_micro_batches": result.plan.num_micro_batches,
                 "num_recomputed_tokens": result.num_recomputed_tokens,
             },
-            self._group,
+            self._rank_group,
         )
         counts = {name: int(value) for name, value in sums.items() if name not in ("loss", "num_loss_tokens")}
         return Update(
@@ -291,7 +291,7 @@ class Updater:
             num_loss_tokens=sums["num_loss_tokens"],
             **counts,
             peak_memory_bytes=peak_memory_bytes(self._model),
-            metrics=mean_over_ranks(result.averages, result.num_trained_tokens, self._group),
+            metrics=mean_over_ranks(result.averages, result.num_trained_tokens, self._rank_group),
             notes=notes,
         )
 
