@@ -95,7 +95,13 @@ def measure(
     rounds: list[list[float]] = []
     start = clock()
     while needs_another_round(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
-        rounds.append([_time(one_pass, clock) for one_pass in passes])
+        times = []
+        for one_pass in passes:
+            began = clock()
+            one_pass()
+            # A coarse clock may not advance during a short pass, but times must be positive.
+            times.append(max(clock() - began, 1e-9))
+        rounds.append(times)
     return VerifyCosts(num_tokens=np.array(sizes, np.int64), seconds=non_decreasing(np.min(rounds, axis=0)))
 
 
@@ -131,13 +137,6 @@ def make_pass(
     inputs = _inputs_of(drafts, own_starts[:num_rows], context, decoder.spare_slot)
     columns = make_columns(max_rows=num_rows, max_context=1, max_stops=1)
     return lambda: sampler(decoder.run(inputs.batch), inputs, columns, drafts)
-
-
-def _time(one_pass: Callable[[], object], clock: Callable[[], float]) -> float:
-    start = clock()
-    one_pass()
-    # A coarse clock may not advance during a short pass, but times must be positive.
-    return max(clock() - start, 1e-9)
 
 
 def _chains(num_rows: int, num_drafts: int) -> DraftTrees:

@@ -76,7 +76,8 @@ def tree_attention(model: nn.Module | TreeModel, backend: str = "auto") -> Itera
     dtype = sharded or working_dtype(bound.decoder)
     choice = choose_backend(backend, attention_shape(bound.config, bound.device, dtype))
     name = _PREFIX + choice.backend
-    _register_backends()
+    for each in BACKENDS:
+        AttentionInterface.register(_PREFIX + each, partial(_attention, backend=each))
     with ExitStack() as undo:
         undo.enter_context(_owned(bound))
         configs = _configs(bound)
@@ -301,11 +302,6 @@ def _checkpoint_routed(
 
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     return output.requires_grad_(True) if torch.is_grad_enabled() else output
-
-
-def _register_backends() -> None:
-    for backend in BACKENDS:
-        AttentionInterface.register(_PREFIX + backend, partial(_attention, backend=backend))
 
 
 def _attention(

@@ -88,7 +88,10 @@ def forward(
     check_no_hooks(bound)
     check_forest(forest, bound)
     check_temperature(temperature)
-    wanted = None if wanted is None else _as_wanted(wanted, forest)
+    if wanted is not None:
+        wanted = np.asarray(wanted).astype(bool)
+        if wanted.shape != (forest.num_tokens,):
+            raise InputError(f"wanted must have one entry per token ({forest.num_tokens}), got shape {wanted.shape}")
     if entropy_of not in get_args(EntropyOf):
         raise ConfigError(f"entropy_of must be one of {', '.join(get_args(EntropyOf))}, got {entropy_of!r}")
     is_sharded = bound.shards is not None
@@ -285,10 +288,3 @@ def check_temperature(temperature: float) -> None:
     is_number = isinstance(temperature, int | float | np.floating) and not isinstance(temperature, bool)
     if not (is_number and 0 < temperature < float("inf")):
         raise InputError(f"temperature must be a positive number, got {temperature!r}")
-
-
-def _as_wanted(wanted: NDArray[np.bool_], forest: Forest) -> NDArray[np.bool_]:
-    array = np.asarray(wanted).astype(bool)
-    if array.shape != (forest.num_tokens,):
-        raise InputError(f"wanted must have one entry per token ({forest.num_tokens}), got shape {array.shape}")
-    return array

@@ -132,7 +132,8 @@ class ImageFeatures:
 
     def __init__(self, vision: VisionPart, images: Sequence[ImageData], *, is_apart: bool) -> None:
         """Compute the features; with `is_apart`, passes read leaves, else their gradients enter the vision tower."""
-        self._first = dict(zip((one.digest for one in images), _starts(images), strict=True))
+        stops = np.cumsum([0, *(image.num_tokens for image in images)])
+        self._first = {image.digest: int(start) for image, start in zip(images, stops, strict=False)}
         self._outputs = vision.features(images) if images else []
         self.levels = [_leaf(output) for output in self._outputs] if is_apart else self._outputs
 
@@ -179,11 +180,6 @@ def embedded(embedding: nn.Module, forest: Forest, features: ImageFeatures, devi
 def _leaf(output: Tensor) -> Tensor:
     wide = torch.promote_types(output.dtype, torch.float32)
     return output.detach().to(wide).requires_grad_(output.requires_grad)
-
-
-def _starts(images: Sequence[ImageData]) -> list[int]:
-    sizes = [image.num_tokens for image in images]
-    return (np.cumsum(sizes) - sizes).tolist() if sizes else []
 
 
 def _one_after_another(level: Any) -> Tensor:
@@ -288,7 +284,9 @@ def _placed(tokens: NDArray[np.integer[Any]], vision: VisionPart, left: Iterator
 
 def _images(vision: VisionPart, pixels: Tensor, grids: Tensor | None) -> Iterator[ImageData]:
     """Yield each image in families with grids, each crop in others."""
-    values = _float32(pixels)
+    if pixels.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InputError(f"pixel_values must be float32 or narrower, got {pixels.dtype}; cast them")
+    values: NDArray[np.float32] = pixels.detach().float().cpu().numpy()
     if vision.merge is None:
         assert vision.tokens_per_crop is not None
         for crop in values:
@@ -306,9 +304,3 @@ def _images(vision: VisionPart, pixels: Tensor, grids: Tensor | None) -> Iterato
         raise InputError(
             f"image_grid_thw has {start} patches, and pixel_values {len(values)}; pass on what the processor returns"
         )
-
-
-def _float32(pixels: Tensor) -> NDArray[np.float32]:
-    if pixels.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise InputError(f"pixel_values must be float32 or narrower, got {pixels.dtype}; cast them")
-    return pixels.detach().float().cpu().numpy()

@@ -184,17 +184,15 @@ class TreePatch:
         scored = self._scored
         if scored is None:
             batch = self._batch(args, kwargs)
-            return original(*args, **kwargs) if batch is None else self._run_batch(original, batch, kwargs)
+            if batch is None:
+                return original(*args, **kwargs)
+            output = self._on_forest(original, batch, kwargs)
+            output["last_hidden_state"] = _spread(output.last_hidden_state[0], batch.indices)
+            return output
         if scored.output is None:
             scored.output = self._on_forest(original, scored.batch, kwargs)
         output = copy(scored.output)
         output["last_hidden_state"] = output.last_hidden_state[0].index_select(0, scored.rows)[None]
-        return output
-
-    def _run_batch(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
-        """Return the decoder's output in the shape of the batch."""
-        output = self._on_forest(original, batch, kwargs)
-        output["last_hidden_state"] = _spread(output.last_hidden_state[0], batch.indices)
         return output
 
     def _on_forest(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:

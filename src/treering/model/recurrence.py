@@ -105,7 +105,9 @@ def run_on_forest(
     result = torch.cat(outputs).index_select(0, calls.source)
     if gateway is None:
         return result
-    return _export_states(result, States(*(part.index_select(0, calls.left) for part in _joined(kept))), gateway, layer)
+    states = States(*(part.index_select(0, calls.left) for part in _joined(kept)))
+    gateway.export(layer, states)
+    return _ExportStates.apply(result, *states, gateway, layer)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _name_of_cache(mixer: nn.Module) -> str:
@@ -159,11 +161,6 @@ class _ExportStates(torch.autograd.Function):
             return (*grads, None, None, None, None)
         recurrent, context = (part.to(dtype) for part, dtype in zip(below, ctx.dtypes, strict=True))
         return (*grads, recurrent, context, None, None)
-
-
-def _export_states(output: Tensor, states: States, gateway: StateGateway, layer: int) -> Tensor:
-    gateway.export(layer, states)
-    return _ExportStates.apply(output, *states, gateway, layer)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class CallCache:

@@ -86,7 +86,9 @@ def gathered(units: Sequence[Any], zero: Callable[[], Tensor]) -> Iterator[None]
         yield
         return
     groups = list(groups_of(units))
-    _begin(units)
+    # From the outermost, which must own the others.
+    for unit in units:
+        unit._get_fsdp_state()._lazy_init()
     # After lazy initialisation, which gives the root its own way to reshard.
     before = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
     automatic = [unit._get_fsdp_state()._auto_reshard_after_forward for unit in units]
@@ -125,17 +127,12 @@ class BucketSums:
         self._left: list[list[Tensor]] = buckets(weights)
         self._reached: set[Tensor] = set()
         self._sent: list[tuple[list[Tensor], list[Tensor], Callable[[], None]]] = []
-        self._hooks: list[Any] = []
+        self.hooks: list[Any] = []
 
     def arm(self) -> None:
         """Send buckets during the next backward, which must be the last, and the next collective of every rank."""
         for weight in itertools.chain(*self._left):
-            self._hooks.append(weight.register_post_accumulate_grad_hook(self._reach))  # type: ignore[no-untyped-call]
-
-    def disarm(self) -> None:
-        """Stop sending buckets during a backward."""
-        for hook in self._hooks:
-            hook.remove()
+            self.hooks.append(weight.register_post_accumulate_grad_hook(self._reach))  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
         """Send the remaining buckets, wait, and set all gradients; weights without any on all ranks get zeros."""
@@ -181,7 +178,8 @@ def summed(weights: Sequence[nn.Parameter], rank_group: RankGroup) -> Iterator[C
             weight.grad = gradient
         raise
     finally:
-        sums.disarm()
+        for hook in sums.hooks:
+            hook.remove()
     has_own = np.array([weight.grad is not None for weight in weights], np.float64)
     sums.finish()
     has_gradient = rank_group.sum(has_own) > 0
@@ -204,12 +202,6 @@ def whole_weights(units: Sequence[Any], *modules: nn.Module | None) -> list[nn.P
     # A value head may be a part of the model, and is then in both.
     weights = dict.fromkeys(weight for module in modules if module is not None for weight in module.parameters())
     return [weight for weight in weights if weight.requires_grad and not isinstance(weight, DTensor)]
-
-
-def _begin(units: Sequence[Any]) -> None:
-    """Initialise units lazily, from the outermost; the outermost must own the others."""
-    for unit in units:
-        unit._get_fsdp_state()._lazy_init()
 
 
 def reset(units: Sequence[Any]) -> None:

@@ -126,12 +126,6 @@ def param_dtype(units: Sequence[Any]) -> torch.dtype | None:
     return dtypes[-1] if dtypes else None
 
 
-def device_of(units: Sequence[Any]) -> torch.device:
-    """Return the device on which units compute, to which offloaded weights are moved."""
-    device: torch.device = units[0]._get_fsdp_state()._device
-    return device
-
-
 def _entry_of(unit: Any) -> Callable[..., Any]:
     if _ENTRY not in unit.__dict__:
         from torch.distributed.fsdp import register_fsdp_forward_method
@@ -236,6 +230,7 @@ def find_shards(model: nn.Module, *, decoder: nn.Module, head: nn.Module, run: C
         decoder_path=path_to(decoder, units, with_itself=False),
         head_path=path_to(head, units, with_itself=True),
         head=without_hooks(head) if is_unit(head) else head,
-        device=device_of(units),
+        # Where units compute, to which offloaded weights are moved.
+        device=units[0]._get_fsdp_state()._device,
         dtype=param_dtype(units),
     )

@@ -207,7 +207,7 @@ def saved_bytes(run: Callable[[], object], model: TreeModel) -> int:
         run: the forward; no backward follows it.
         model: the model, whose weights are not counted.
     """
-    weights = _weight_storages(model)
+    weights = {_storage(weight) for module in (model.decoder, model.head) for weight in module.parameters()}
     storages: dict[int, int] = {}
     held: list[Tensor] = []
 
@@ -237,7 +237,11 @@ def bytes_per_token(model: TreeModel) -> float:
     known = _MEASURED.setdefault(model.decoder, {})
     state = _state_of(model)
     if state not in known:
-        known[state] = _measure_bytes_per_token(model)
+        few, more = (
+            saved_bytes(lambda n=n: hidden_states(model, Forest.from_sequences([[0] * n])), model)  # type: ignore[misc]
+            for n in PROBE_TOKENS
+        )
+        known[state] = (more - few) / (PROBE_TOKENS[1] - PROBE_TOKENS[0])
     return known[state]
 
 
@@ -252,20 +256,8 @@ def _state_of(model: TreeModel) -> object:
     return device, how, hash(tuple(weights)), hash(tuple(modules))
 
 
-def _measure_bytes_per_token(model: TreeModel) -> float:
-    few, more = (
-        saved_bytes(lambda n=n: hidden_states(model, Forest.from_sequences([[0] * n])), model)  # type: ignore[misc]
-        for n in PROBE_TOKENS
-    )
-    return (more - few) / (PROBE_TOKENS[1] - PROBE_TOKENS[0])
-
-
 def _unread(packed: None) -> Tensor:
     raise AssertionError("a forward that is only measured has no backward")
-
-
-def _weight_storages(model: TreeModel) -> set[int]:
-    return {_storage(weight) for module in (model.decoder, model.head) for weight in module.parameters()}
 
 
 def _storage(tensor: Tensor) -> int:

@@ -122,7 +122,10 @@ def plan_batch(
 
     Example: trees of 5, 4 and 3 tokens under a budget of 8 give two micro-batches: {5, 3} and {4}.
     """
-    _check_limits(max_tokens=max_tokens, fill_tokens=fill_tokens, cut_tokens=cut_tokens)
+    limits = {"max_tokens": max_tokens, "fill_tokens": fill_tokens, "cut_tokens": cut_tokens}
+    for name, value in limits.items():
+        if value is not None and not is_count(value, least=1):
+            raise InputError(f"{name} must be an integer of at least 1, or None, got {value!r}")
     if cut_tokens is not None:
         # Smaller partitions only make it faster, and an image is never cut.
         cut_tokens = max([cut_tokens, *(image.num_tokens for forest in forests for image in forest.images)])
@@ -138,16 +141,16 @@ def plan_batch(
     sizes = np.array([tree.num_tokens for tree in trees], np.int64)
     bins = _bins(whole, sizes, max_tokens, fill_tokens)
     return Plan(
-        micro_batches=tuple(_micro_batch([trees[i] for i in bin], [branches[i] for i in bin]) for bin in bins),
+        micro_batches=tuple(
+            MicroBatch(
+                forest=Forest.concatenate([trees[i] for i in bin]),
+                branches=np.concatenate([np.empty(0, np.int64), *(branches[i] for i in bin)]),
+            )
+            for bin in bins
+        ),
         max_tokens=max_tokens,
         partitioned=partitioned,
     )
-
-
-def _check_limits(**limits: int | None) -> None:
-    for name, value in limits.items():
-        if value is not None and not is_count(value, least=1):
-            raise InputError(f"{name} must be an integer of at least 1, or None, got {value!r}")
 
 
 def _least(*limits: int | None) -> int | None:
@@ -176,10 +179,6 @@ def _bins(
     bins = np.array(pack(sizes[together].tolist(), room), np.int64)
     members = np.split(together[np.argsort(bins, kind="stable")], np.cumsum(np.bincount(bins))[:-1])
     return sorted([[tree] for tree in alone.tolist()] + [trees.tolist() for trees in members if trees.size])
-
-
-def _micro_batch(trees: Sequence[Forest], branches: Sequence[NDArray[np.int64]]) -> MicroBatch:
-    return MicroBatch(forest=Forest.concatenate(trees), branches=np.concatenate([np.empty(0, np.int64), *branches]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -246,7 +246,10 @@ def explain_losses(forests: Sequence[Forest], limit: int = 20) -> Losses:
     pairs, pair_of = np.unique(np.stack([ours, theirs]), axis=1, return_inverse=True)
     pair_of = pair_of.reshape(-1)
     totals = np.bincount(pair_of, weights=repeats.num_tokens, minlength=pairs.shape[1]).astype(np.int64)
-    longest = _longest_runs(repeats, pair_of, pairs.shape[1])
+    # The run with the most tokens of each pair.
+    longest = np.zeros(pairs.shape[1], np.int64)
+    by_size = np.argsort(repeats.num_tokens, kind="stable")
+    longest[pair_of[by_size]] = by_size
     costliest = np.argsort(-totals, kind="stable")[:limit]
     describe = _Describer(joined, forests, repeats)
     return Losses(
@@ -255,14 +258,6 @@ def explain_losses(forests: Sequence[Forest], limit: int = 20) -> Losses:
         num_forks=pairs.shape[1],
         divergences=tuple(describe(int(longest[i]), int(totals[i])) for i in costliest),
     )
-
-
-def _longest_runs(repeats: Repeats, pair_of: Int64Array, num_pairs: int) -> Int64Array:
-    """Return the index of the run with the most tokens of each pair."""
-    longest = np.zeros(num_pairs, np.int64)
-    by_size = np.argsort(repeats.num_tokens, kind="stable")
-    longest[pair_of[by_size]] = by_size
-    return longest
 
 
 class _Describer:

@@ -160,7 +160,7 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
         own = adapter_tensors(model, own)
     by_name = _by_stored_name(model, own)
     loaded: set[int] = set()
-    for name, tensor in _stored_tensors(checkpoint):
+    for name, tensor in (item for file in sorted(checkpoint.glob("*.safetensors")) for item in load_file(file).items()):
         target = by_name.get(name)
         if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
             expected = "nothing" if target is None else f"{target.dtype} {tuple(target.shape)}"
@@ -191,11 +191,6 @@ def _by_stored_name(model: Any, own: dict[str, Tensor]) -> dict[str, Tensor]:
 def _address(tensor: Tensor) -> int:
     """Return an address that tied tensors share; for a sharded tensor, that of its own part."""
     return own_part(tensor).data_ptr()
-
-
-def _stored_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        yield from load_file(file).items()
 
 
 def random_state() -> dict[str, Any]:

@@ -180,11 +180,6 @@ class Saver(Generic[ReportT]):
             self.save()
         error.add_note(f"step {self._step} is saved and {self._step + 1} is next" if self._step else "no step is done")
 
-    def save_if_due(self, *, must: bool) -> None:
-        """Save if `must` is set, or if `every` says that a save is due."""
-        if must or self._is_due():
-            self.save()
-
     def save(self) -> None:
         """Save the loop."""
         began_s = time.monotonic()
@@ -193,10 +188,11 @@ class Saver(Generic[ReportT]):
         self._seconds, self._step = self._ended_s - began_s, self._loop.num_steps_done
         if self._on_saved is not None:
             wait_s = self._wait_s(self._every) if isinstance(self._every, timedelta) else None
-            num_bytes = _size_of(folder)
+            num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             self._on_saved(Saved(step=self._step, seconds=self._seconds, num_bytes=num_bytes, wait_s=wait_s))
 
-    def _is_due(self) -> bool:
+    def is_due(self) -> bool:
+        """Return whether `every` says that a save is due."""
         if not isinstance(self._every, timedelta):
             return self._every is not None and self._loop.num_steps_done % self._every == 0
         is_due = time.monotonic() >= self._ended_s + self._wait_s(self._every)
@@ -205,10 +201,6 @@ class Saver(Generic[ReportT]):
 
     def _wait_s(self, every: timedelta) -> float:
         return max(every.total_seconds(), self._seconds * (1.0 / MAX_SHARE - 1.0))
-
-
-def _size_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 RUN_FILE = "run.json"
@@ -316,7 +308,8 @@ def run_steps(
         found = measured(report.step)
         metrics.log(report.step, {**report.values(), **(logged or {}), **found})
         is_best = bool(found) and checkpoints.is_best(report.step)
-        saver.save_if_due(must=is_best or report.step == num_steps)
+        if is_best or report.step == num_steps or saver.is_due():
+            saver.save()
         yield report
     if left_out is not None:
         left_out.add_note(f"step {num_steps} is saved, and was not evaluated")

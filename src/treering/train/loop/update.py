@@ -70,12 +70,6 @@ def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-
-
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scale all gradients so that their global L2 norm is at most `max_norm`; return the norm before.
 
@@ -268,7 +262,8 @@ class Updater:
                 on_progress=on_progress,
             )
         norm = clip_gradients(self._model.parameters(), self._optim.max_grad_norm)
-        set_learning_rate(self._optimizer, rate)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         self._optimizer.step()
         sums = sum_over_ranks(
             {

@@ -67,9 +67,11 @@ def distill(
     Example: if the student knows nothing (q = 1/2, 1/2) and the teacher is sure (p = 1, 0), the forward KL of a token
     is ln 2 = 0.693.
     """
+    if divergence not in get_args(DivergenceKind):
+        raise ConfigError(f"divergence must be one of {', '.join(get_args(DivergenceKind))}, got {divergence!r}")
     distillation = Distillation(
         teacher=teacher if isinstance(teacher, nn.Module) else _given(teacher, top_k),
-        kind=_checked_kind(divergence),
+        kind=divergence,
         beta=_checked_beta(divergence, beta),
         temperature=temperature,
         top_k=top_k,
@@ -115,12 +117,6 @@ def _given(teacher: object, top_k: int | None) -> Any:
     if top_k is not None:
         raise ConfigError(f"top_k applies to a teacher that is a model, got {top_k} with given scores; remove it")
     return as_given_scores(teacher)
-
-
-def _checked_kind(divergence: str) -> DivergenceKind:
-    if divergence not in get_args(DivergenceKind):
-        raise ConfigError(f"divergence must be one of {', '.join(get_args(DivergenceKind))}, got {divergence!r}")
-    return divergence  # type: ignore[return-value]
 
 
 def _checked_beta(divergence: str, beta: float | None) -> float:
