@@ -18,7 +18,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import treering
 from treering.data import AgentSpec, RenderedTrajectory, by_task, data_folder, generate_trajectories, read_trajectories
 from treering.data import render as render_trajectories
-from treering.train.loop.batches import fold_ids
 
 VOCAB_SIZE = 4096
 FILES = {"toolbench": "bench/toolbench_dfsdt.jsonl.gz", "tau": "bench/tau_airline_gpt4o.jsonl.gz"}
@@ -71,9 +70,8 @@ def load_tasks(kind: str, num_tasks: int) -> list[list[RenderedTrajectory]]:
 
 
 def folded(tasks: list[list[RenderedTrajectory]]) -> list[list[RenderedTrajectory]]:
-    """The same with ids below `VOCAB_SIZE`: a real vocabulary would be most of so small a model."""
-    ids = iter(fold_ids([one.tokens for task in tasks for one in task], VOCAB_SIZE))
-    return [[replace(one, tokens=next(ids)) for one in task] for task in tasks]
+    """The same with ids modulo `VOCAB_SIZE`: a real vocabulary would be most of so small a model."""
+    return [[replace(one, tokens=one.tokens % VOCAB_SIZE) for one in task] for task in tasks]
 
 
 def gradient(model: Qwen3ForCausalLM, samples: Samples, *, as_tree: bool) -> tuple[float, torch.Tensor]:

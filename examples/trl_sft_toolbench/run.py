@@ -19,7 +19,6 @@ from trl import SFTConfig, SFTTrainer
 
 from treering.data import AgentSpec, data_folder, generate_trajectories, read_trajectories, render
 from treering.integrations.trl import share_prefixes
-from treering.train.loop.batches import fold_ids
 
 VOCAB_SIZE = 4096
 FILE = "bench/toolbench_dfsdt.jsonl.gz"
@@ -35,7 +34,7 @@ def rows(num_rows: int, max_tokens: int) -> Dataset:
         rendered = render(read_trajectories(folder / FILE), folder / "tokenizer")
     rendered = [one for one in rendered if one.tokens.size <= max_tokens][:num_rows]
     # Ids 0 and 1 are padding and the end; a real vocabulary would be most of so small a model.
-    sequences = [2 + tokens for tokens in fold_ids([one.tokens for one in rendered], VOCAB_SIZE - 2)]
+    sequences = [2 + one.tokens % (VOCAB_SIZE - 2) for one in rendered]
     labels = [np.where(one.loss_mask, tokens, -100) for tokens, one in zip(sequences, rendered, strict=True)]
     return Dataset.from_dict({"input_ids": [tokens.tolist() for tokens in sequences], "labels": labels})
 
