@@ -40,51 +40,12 @@ MIN_ACCEPTANCE = 0.018
 Shape = Literal["tree", "chain"]
 
 
-def check_settings(
-    *,
-    max_draft: int,
-    min_acceptance: float,
-    shape: Shape,
-    sources: tuple[Source, ...],
-    max_live_tokens: int,
-    max_other_tokens: int,
-) -> None:
-    """Check the settings of a `Drafter`, described there.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-    _check_integer("max_draft", max_draft, 1, MAX_NODES)
-    _check_integer("max_live_tokens", max_live_tokens, 16, 1 << 24)
-    _check_integer("max_other_tokens", max_other_tokens, 0, 1 << 28)
-    if not isinstance(min_acceptance, int | float | np.number) or not 0 < min_acceptance <= 1:
-        raise ConfigError(
-            f"min_acceptance must be a probability in (0, 1], got {min_acceptance!r}; {MIN_ACCEPTANCE} is usual"
-        )
-    if shape not in get_args(Shape):
-        raise ConfigError(f"shape must be one of {', '.join(get_args(Shape))}, got {shape!r}; choose one")
-    if not sources or not set(sources) <= set(SOURCES):
-        raise ConfigError(f"sources must be at least one of {SOURCES}, got {sources!r}; correct them")
-
-
 def _check_integer(name: str, value: object, least: int, most: int) -> None:
     if not is_count(value, least=least) or value > most:
         raise ConfigError(
             f"{name} of a drafter must be an integer from {least} to {most}, got {value!r}; correct it, or turn "
             "drafting off"
         )
-
-
-def read_leaders(rows: DraftRows) -> tuple[Int64Array, int]:
-    """Return the leader of each row, int64 [B], read in place, and how many rows are their own leaders.
-
-    Example: with leaders [0, 0, 2] two rows are their own leaders.
-    """
-    num_rows = len(rows.prompt_ids)
-    if rows.leaders is None:
-        return np.arange(num_rows), num_rows
-    # The compiled draft call reports a leader out of range.
-    return rows.leaders, int(np.count_nonzero(np.bincount(rows.leaders % max(num_rows, 1))))
 
 
 def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:
@@ -158,10 +119,17 @@ class Drafter:
         max_live_tokens: int = 4096,
         max_other_tokens: int = 1 << 18,
     ) -> None:
-        check_settings(
-            max_draft=max_draft, min_acceptance=min_acceptance, shape=shape, sources=sources,
-            max_live_tokens=max_live_tokens, max_other_tokens=max_other_tokens,
-        )  # fmt: skip
+        _check_integer("max_draft", max_draft, 1, MAX_NODES)
+        _check_integer("max_live_tokens", max_live_tokens, 16, 1 << 24)
+        _check_integer("max_other_tokens", max_other_tokens, 0, 1 << 28)
+        if not isinstance(min_acceptance, int | float | np.number) or not 0 < min_acceptance <= 1:
+            raise ConfigError(
+                f"min_acceptance must be a probability in (0, 1], got {min_acceptance!r}; {MIN_ACCEPTANCE} is usual"
+            )
+        if shape not in get_args(Shape):
+            raise ConfigError(f"shape must be one of {', '.join(get_args(Shape))}, got {shape!r}; choose one")
+        if not sources or not set(sources) <= set(SOURCES):
+            raise ConfigError(f"sources must be at least one of {SOURCES}, got {sources!r}; correct them")
         if not isinstance(getattr(store, "snapshot", None), Mapping):
             raise ConfigError(f"a drafter needs a treering.HistoryStore, got {store!r}; make one, which may be empty")
         self._store = store
@@ -364,7 +332,6 @@ class Drafter:
         """
         self._acceptance.load_state(state)
         # A state does not include texts of rows that have left.
-
         self._search_state.forget()
         self._latest = None
         self.use_costs(self.costs)
@@ -376,7 +343,9 @@ class Drafter:
         searched.take(rows, self._store.snapshot)
         if not is_same or rows.leaders is not None:
             num_before = self._num_searched
-            self._leaders, self._num_searched = read_leaders(rows)
+            # The compiled draft call reports a leader out of range.
+            self._leaders = np.arange(num_rows) if rows.leaders is None else rows.leaders
+            self._num_searched = int(np.count_nonzero(np.bincount(self._leaders % max(num_rows, 1))))
             if not is_same or self._num_searched != num_before:
                 self._controller.use_rows(self._num_searched, num_rows - self._num_searched)
         size = num_rows * self._max_draft

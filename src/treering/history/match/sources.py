@@ -106,13 +106,10 @@ class SourceGate:
         if not self._is_enabled[OTHERS]:
             return
         num_accepted = np.count_nonzero(sources_of(features[: was_accepted.size])[was_accepted == 1] == OTHERS)
-        self._others.note(count_known(offsets, was_accepted), int(num_accepted), token_s)
-
-
-def count_known(offsets: Int64Array, was_accepted: NDArray[np.int8]) -> int:
-    """Return how many rows have a known outcome; a row without a draft always has one."""
-    num_known = np.concatenate([[0], np.cumsum(was_accepted >= 0)])[offsets]
-    return int(np.count_nonzero((np.diff(num_known) > 0) | (np.diff(offsets) == 0)))
+        num_known = np.diff(np.concatenate([[0], np.cumsum(was_accepted >= 0)])[offsets])
+        # A row without a draft always has a known outcome.
+        num_rows = np.count_nonzero((num_known > 0) | (np.diff(offsets) == 0))
+        self._others.note(int(num_rows), int(num_accepted), token_s)
 
 
 _ENOUGH = 10
@@ -225,6 +222,8 @@ class SearchState:
     Attributes:
         live: the running rollouts.
         live_slots: int64 [B], the slot of each row's rollout in `live`.
+        prompt_slots: int64 [B], the slots of the rows' prompts in the arena.
+        own_spans: int64 [B, 2], where each row's own prompt begins and ends in the text of other prompts.
         rows: rows of the latest step; None before the first one, and after `take` has failed.
 
     Example: while rows and snapshot stay the same, a step reads only the tokens appended since the last one.
@@ -235,7 +234,7 @@ class SearchState:
         self._arena = Arena()
         self._recent = Recent(max_other_tokens)
         self._max_live_tokens = max_live_tokens
-        self._slots, self._own_spans = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
+        self.prompt_slots, self.own_spans = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
         self._num_steps = 0
         self.forget()
 
@@ -243,16 +242,6 @@ class SearchState:
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
         return sum(part.num_bytes for part in (self._arena, self.live, self._recent))
-
-    @property
-    def prompt_slots(self) -> Int64Array:
-        """Slots of the rows' prompts in the arena, int64 [B]."""
-        return self._slots
-
-    @property
-    def own_spans(self) -> Int64Array:
-        """Where each row's own prompt begins and ends in the text of other prompts, int64 [B, 2]."""
-        return self._own_spans
 
     @property
     def history(self) -> Histories:
@@ -293,5 +282,5 @@ class SearchState:
         if change == "all" or self._num_steps * _ENTRIES_PER_STEP >= self._recent.text.size:
             self._recent.take(snapshot)
             self._num_steps = 0
-        self._slots = self._arena.slots(rows.prompt_ids, snapshot)
-        self._own_spans = self._recent.spans(rows.prompt_ids)
+        self.prompt_slots = self._arena.slots(rows.prompt_ids, snapshot)
+        self.own_spans = self._recent.spans(rows.prompt_ids)
