@@ -27,7 +27,6 @@ from treering.engine.batch.step_inputs import (
 )
 from treering.engine.batch.token_batch import VisionSnapshot, join, prefill_chunks, with_images
 from treering.engine.decoder.decoder_weights import read_weights
-from treering.engine.pass_threads import PassThreads
 from treering.engine.protocol import (
     GPU_ROW_PRICE,
     Engine,
@@ -96,8 +95,7 @@ class TorchEngine(Engine):
             seed: seed of the noise.
             version: policy version of the current weights.
             decode: turns tokens into text, for stop strings.
-            num_threads: torch threads during a step. None: a number that fits the model (`fitting_threads`); on CPU,
-                unless costs="none", one thread for a while after passes that suddenly take far longer.
+            num_threads: torch threads during a step. None: a number that fits the model (`fitting_threads`).
             backend: which decoder to use, see `Backend`.
             costs: where pass costs come from, see `Costs` and `ObservedCosts`; not used without a drafter.
 
@@ -145,9 +143,7 @@ class TorchEngine(Engine):
         """Whether rows with equal tokens are computed once. True on CPU; on a GPU one more row costs a pass nothing."""
         self.use_drafter(drafter)
         self._decode = decode
-        # Another number of threads may round differently, so it stays fixed with costs="none".
-        is_free = num_threads is None and is_cpu and costs != "none"
-        self._threads = PassThreads(num_threads or fitting_threads(self._model.model), is_free=is_free)
+        self._num_threads = num_threads or fitting_threads(self._model.model)
         self._version = version
         self._counts = dict.fromkeys(EngineStats.__slots__, 0)
 
@@ -297,7 +293,7 @@ class TorchEngine(Engine):
 
         Example: with max_batch=2 the result has entries for 1 to 10 and for 16 tokens.
         """
-        with threads(self._threads.count):
+        with threads(self._num_threads):
             return measure(
                 self._decoder,
                 self._sampler,
@@ -309,7 +305,7 @@ class TorchEngine(Engine):
     def _advance(self) -> list[Rollout]:
         """Run one pass over the running rows; if it fails, mark all keys and values as not computed."""
         try:
-            with threads(self._threads.count):
+            with threads(self._num_threads):
                 return self._run_pass()
         except BaseException:
             # Prompts are marked as computed, and drafts as moved, before the pass that does the work.
@@ -350,7 +346,7 @@ class TorchEngine(Engine):
         inputs = make_inputs(
             table.columns, leaders, self._settings.max_prefill - num_prefilled - num_verified, proposed
         )
-        start, start_s = self._clock(), time.perf_counter()
+        start = self._clock()
         batch = join(inputs.batch, chunks)
         if self._vision is not None:
             batch = with_images(batch, chunks, table, self._vision)
@@ -363,7 +359,6 @@ class TorchEngine(Engine):
             verified = self._sampler(logits, inputs, c, proposed)
         if is_steady:
             self._speculation.note_pass(inputs.batch.num_tokens, self._clock() - start)
-            self._threads.note_pass(inputs.batch.num_tokens, time.perf_counter() - start_s)
         num_tokens = table.columns.num_tokens[inputs.rows]
         committed = commit_tokens(table.columns, inputs, self._version, *verified)
         try:

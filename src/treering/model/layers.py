@@ -5,7 +5,7 @@ All three work in place: module names, parameters and the content of checkpoints
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -79,11 +79,7 @@ def set_layers(model: nn.Module | TreeModel, layers: Layers) -> Callable[[], Non
     if layers == "stock":
         return lambda: None
     bound = TreeModel.of(model)
-    if layers == "liger":
-        return _apply_liger(bound)
-    compiled = ExitStack()
-    compiled.enter_context(compiled_layers(bound.layers)())
-    return compiled.close
+    return _compile(bound.layers) if layers == "compiled" else _apply_liger(bound)
 
 
 def layers_of(model: nn.Module) -> Layers:
@@ -109,9 +105,7 @@ def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], Abstr
         >>> with compiled():                                                               # doctest: +SKIP
         ...     out = forward(model, forest)
     """
-    # Sizes that are equal by chance in the first forest may differ in the next one.
-    shape_config.use_duck_shape = False
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _NUM_GRAPHS)
+    _allow_graphs()
     calls = [torch.compile(layer._call_impl, dynamic=True, **options) for layer in layers]
 
     @contextmanager
@@ -126,6 +120,25 @@ def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], Abstr
                 layer._compiled_call_impl = call
 
     return compiled
+
+
+def _allow_graphs() -> None:
+    # Sizes that are equal by chance in the first forest may differ in the next one.
+    shape_config.use_duck_shape = False
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _NUM_GRAPHS)
+
+
+def _compile(layers: Sequence[Any]) -> Callable[[], None]:
+    _allow_graphs()
+    before = [layer._compiled_call_impl for layer in layers]
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+    def undo() -> None:
+        for layer, call in zip(layers, before, strict=True):
+            layer._compiled_call_impl = call
+
+    return undo
 
 
 def _apply_liger(model: TreeModel) -> Callable[[], None]:

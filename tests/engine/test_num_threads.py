@@ -1,4 +1,4 @@
-"""The engine switches from several threads to one if passes suddenly slow down and a clock may decide."""
+"""A small model samples and trains on one thread, unless a setting gives another number."""
 
 import pytest
 import torch
@@ -7,33 +7,9 @@ from torch import Tensor
 from tests.models import build
 from treering.config.optim import OptimOptions
 from treering.config.rl_options import RlOptions
-from treering.engine.pass_threads import NUM_ALONE, PassThreads
 from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.rl.trainer import Trainer
-
-
-def counts_of(threads: PassThreads, passes: list[tuple[int, float]]) -> list[int | None]:
-    """Return the threads after each pass, given as tokens and seconds."""
-    found = []
-    for num_tokens, seconds in passes:
-        threads.note_pass(num_tokens, seconds)
-        found.append(threads.count)
-    return found
-
-
-def test_three_passes_far_slower_than_their_like_end_the_use_of_several_threads_for_a_while() -> None:
-    threads = PassThreads(2, is_free=True)
-    # A larger pass may take longer, and a single slow pass may be chance.
-    calm = [(16, 1.0), (1, 0.1), (512, 30.0), (16, 9.0), (16, 1.1), (16, 9.0), (16, 9.0)]
-    assert counts_of(threads, calm) == [2] * len(calm)
-    assert counts_of(threads, [(17, 9.0)] * (NUM_ALONE + 2)) == [1] * NUM_ALONE + [2, 2]
-
-
-@pytest.mark.parametrize(("count", "is_free"), [(2, False), (1, True)])
-def test_without_a_clock_or_with_one_thread_nothing_changes(count: int, is_free: bool) -> None:
-    threads = PassThreads(count, is_free=is_free)
-    assert set(counts_of(threads, [(16, 1.0), *[(16, 99.0)] * 9])) == {count}
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 1), (2, 2)])
