@@ -115,6 +115,5 @@ def find_block_pairs(
 
 
 def _reduce(extreme: np.ufunc, values: Int64Array, starts: Int64Array) -> Int64Array:
-    """Return the least or largest value of each block."""
     reduced: Int64Array = extreme.reduceat(values, starts) if starts.size else values[:0]
     return reduced

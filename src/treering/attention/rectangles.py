@@ -350,7 +350,6 @@ def _visible_keys(call: AttentionCall, ranges: QueryRanges, position: Int64Array
 
 
 def _runs(flags: BoolArray) -> list[tuple[int, int]]:
-    """Return the maximal runs of true entries."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 

@@ -150,7 +150,6 @@ class SpanAllocator(KVAllocator):
             self._free(start)
 
     def _fit(self, length: int) -> int | None:
-        """Allocate from the first hole that is long enough."""
         for index, (start, hole) in enumerate(self._holes):
             if hole < length:
                 continue
@@ -165,7 +164,6 @@ class SpanAllocator(KVAllocator):
         self._add_hole(start, self._taken.pop(start))
 
     def _add_hole(self, start: int, length: int) -> None:
-        """Add a hole, merged with adjacent ones."""
         end = start + length
         first = last = bisect_left(self._holes, (start, 0))
         if first > 0 and sum(self._holes[first - 1]) == start:

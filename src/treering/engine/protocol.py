@@ -253,7 +253,6 @@ class Request:
             )
 
     def _convert(self, prompt_id: object, prompt: object) -> None:
-        """Convert numpy integers to Python's, and a list of token ids to an array."""
         if isinstance(prompt_id, np.integer):
             object.__setattr__(self, "prompt_id", int(prompt_id))
         if isinstance(prompt, list | tuple) and all(map(_is_integer, prompt)):

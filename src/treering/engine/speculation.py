@@ -140,7 +140,6 @@ def make_pass(
 
 
 def _chains(num_rows: int, num_drafts: int) -> DraftTrees:
-    """Return draft chains of zeros with nearly equal lengths."""
     lengths = np.full(num_rows, num_drafts // num_rows) + (np.arange(num_rows) < num_drafts % num_rows)
     depths = np.concatenate([np.arange(1, length + 1) for length in lengths])
     return DraftTrees(

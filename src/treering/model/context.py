@@ -205,7 +205,6 @@ def _prepare_nothing(layout: TreeLayout) -> None:
 
 
 def _prepare_flash(layout: TreeLayout, *, model: TreeModel, shape: AttentionShape) -> None:
-    """Check the backend and build its tables."""
     mixers = [mixer for layer in model.layers for mixer in layer.modules() if hasattr(mixer, "layer_idx")]
     for window in {getattr(mixer, "sliding_window", None) for mixer in mixers}:
         has_sinks = any(hasattr(mixer, "sinks") for mixer in mixers)

@@ -163,7 +163,6 @@ def split_table(
 
 
 def _grouped(items: NDArray[np.int64], owner: NDArray[np.int64], num_owners: int) -> list[NDArray[np.int64]]:
-    """Group items by owner, each group in the given order."""
     order = np.argsort(owner, kind="stable")
     return np.split(items[order], np.searchsorted(owner[order], np.arange(1, num_owners)))
 

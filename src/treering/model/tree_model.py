@@ -269,7 +269,6 @@ def _check_positions(config: PreTrainedConfig) -> None:
 
 
 def _rope_types(config: PreTrainedConfig) -> list[str]:
-    """Return the RoPE types of the model, or of each of its layer types."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [given for given in parameters.values() if isinstance(given, dict)]
     return [given.get("rope_type", "default") for given in by_layer_type or [parameters]]

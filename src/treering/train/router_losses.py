@@ -211,6 +211,5 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _to_host(stacked: Tensor) -> Float64Array:
-    """Copy to the host in float64; waits for the device."""
     values: Float64Array = stacked.cpu().double().numpy()
     return values

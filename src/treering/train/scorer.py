@@ -184,7 +184,6 @@ def vector_product(scores: EdgeScores, vectors: EdgeScores, edges: Int64Array) -
 
 
 def _pairs(left: EdgeScores, right: EdgeScores) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tensors of each kind of score that both have."""
     for field in fields(EdgeScores):
         both = getattr(left, field.name), getattr(right, field.name)
         if both[0] is not None and both[1] is not None:

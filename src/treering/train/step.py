@@ -309,7 +309,6 @@ def _check_inputs(
     temperature: float,
     value_head: nn.Module | None,
 ) -> None:
-    """Refuse inputs that a step cannot train exactly."""
     check_no_hooks(model)
     check_temperature(temperature)
     if value_head is not None and not isinstance(value_head, nn.Module):

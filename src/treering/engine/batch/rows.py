@@ -319,7 +319,6 @@ class Table:
             self.prefixes.allocator.set_computed(prefix.start, copy.first + copy.num_tokens)
 
     def _prefix_copies(self, prefix: Prefix) -> list[Copy]:
-        """Return the copies that fill in a prefix's missing tokens."""
         # The first of several rows that run a prefix has already made the copies.
         return [] if prefix.is_complete or prefix.num_running > 1 else self._copies(prefix.tokens, prefix.num_computed)
 
@@ -358,7 +357,6 @@ class Table:
         return ComputedTokens(c.tokens[row, c.num_prefix[row] : end], int(c.own_start[row]))
 
     def _group_of(self, request: Request) -> int:
-        """Return the group number of running siblings, or a new one."""
         for row, other in enumerate(self.requests):
             if (other.prompt_id, other.draw) == (request.prompt_id, request.draw):
                 return int(self.columns.groups[row])
@@ -394,7 +392,6 @@ class Table:
 
 
 def _restore(c: BatchState, row: int, so_far: Rollout) -> None:
-    """Append the rollout so far to the prompt."""
     own = slice(0, so_far.num_tokens)
     first = c.num_prompt[row]
     c.tokens[row, first : first + so_far.num_tokens] = so_far.tokens

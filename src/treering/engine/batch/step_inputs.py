@@ -49,7 +49,6 @@ def _fill_leaders(
     is_ready: BoolArray,
     leaders: Int64Array,
 ) -> None:
-    """Overwrite each row's index in `leaders` with its leader."""
     for row in range(1, leaders.size):
         size, first = num_tokens[row], num_prefix[row]
         if not is_ready[row] or size - num_computed[row] != 1:

@@ -346,7 +346,6 @@ def _fused(sources: tuple[WeightSource, ...]) -> Tensor:
 
 
 def _split(fused: Tensor, sources: tuple[WeightSource, ...]) -> tuple[Tensor, ...]:
-    """Return views of each source's rows."""
     return torch.split(fused, [source.weight.shape[0] for source in sources])
 
 

@@ -99,7 +99,6 @@ class TorchDecoder(Decoder):
             arena[:, target] = arena[:, source]
 
     def _rotation(self, positions: Tensor, images: ImageInputs | None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, [T, 1, D] each."""
         weights = self._weights
         if images is None:
             return weights.cos[positions][:, None], weights.sin[positions][:, None]

@@ -102,5 +102,4 @@ def _shift_right(bits: "Tensor", count: int) -> "Tensor":
 
 
 def _signed(bits: int) -> int:
-    """Return the int64 with these 64 bits."""
     return bits - 2**64 if bits >= 2**63 else bits

@@ -201,7 +201,6 @@ def before_unknown(draft: list[int], vocab_size: int | None) -> list[int]:
 
 
 def _is_same(first: Int32Array, second: Int32Array) -> bool:
-    """Return whether two views show the same memory."""
     return first.__array_interface__ == second.__array_interface__
 
 

@@ -242,7 +242,6 @@ def _halve(queries: BatchedSearch, num: int, tokens: Int32Array, text: Int32Arra
 
 @lean
 def _step(queries: BatchedSearch, q: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
-    """Halve a search's range by comparing with the text."""
     start, middle = queries.starts[q], (queries.lows[q] + queries.highs[q]) >> 1
     context = tokens[queries.rows[q], : queries.ends[q]]
     if is_before(text, start + order[start + middle], context, queries.begins[q]):

@@ -163,7 +163,6 @@ def _search_history(
     num_matches: Int64Array,
     queries: BatchedSearch,
 ) -> None:
-    """Add matches in the histories of the rows' prompts."""
     num = 0
     for b in range(first, end):
         if is_due(rows, b) and history.spans[rows.prompts[b], 1] > 0:
@@ -198,7 +197,6 @@ def _search_others(
     rows: Rows, first: int, end: int, running: Running, others: Others, matches: Matches, num_matches: Int64Array,
     queries: BatchedSearch,
 ) -> None:  # fmt: skip
-    """Add matches in other groups' running rollouts and in other prompts' histories."""
     num = 0
     for b in range(first, end):
         if is_due(rows, b) and longest_of(matches[b - first], num_matches[b - first]) < _ENOUGH:

@@ -140,7 +140,6 @@ def _norm_and_rotate(
 
 @lean
 def _copy(source: Floats, first: int, target: Floats, at: int, size: int) -> None:
-    """Copy whole vectors."""
     for d in range(0, size, lanes(source)):
         store(target, at + d, load(source, first + d))
 

@@ -217,7 +217,6 @@ class CudaDecoder(Decoder):
                 cache.index_copy_(2, target, cache.index_select(2, source))
 
     def _sync_page_table(self) -> None:
-        """Copy the changed part of the page table to the device."""
         changed = self.allocator.pop_changed()
         if changed is not None:
             (fresh,) = self._staging.send([self.allocator.table[slice(*changed)]])
