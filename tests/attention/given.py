@@ -11,8 +11,7 @@ from treering.attention import Backend, ScoreOptions, TreeLayout, attend
 from treering.attention.gateway import Gateway
 from treering.attention.layout import Ancestor
 from treering.tree.forest import Forest
-from treering.tree.fragment import query_ranges, take_fragment
-from treering.tree.partition import Partition
+from treering.tree.partition import Partition, query_ranges, take_fragment
 
 CPU = torch.device("cpu")
 Inputs = list[Tensor]

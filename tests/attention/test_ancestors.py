@@ -21,7 +21,7 @@ from treering.attention.rectangles import MAX_STEP_ENTRIES, AttentionCall, Visib
 from treering.attention.triton_tables import Tiles, TileSize
 from treering.errors import StateError
 from treering.tree.forest import Forest
-from treering.tree.fragment import QueryRanges, query_ranges, take_fragment
+from treering.tree.partition import QueryRanges, query_ranges, take_fragment
 
 PART = st.one_of(st.none(), st.integers(1, 12))
 

@@ -9,7 +9,7 @@ from tests.forests import SHAPES, sequence_sets
 from tests.partitions import random_partitions
 from treering.attention.blocks import BlockPairs, find_block_pairs
 from treering.tree.forest import Forest
-from treering.tree.fragment import QueryRanges, query_ranges
+from treering.tree.partition import QueryRanges, query_ranges
 
 
 def visible(ranges: QueryRanges, position: np.ndarray, window: int | None) -> np.ndarray:

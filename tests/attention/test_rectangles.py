@@ -9,7 +9,7 @@ from tests.forests import SHAPES, bushy, comb, reversed_comb, sequence_sets, sta
 from treering.attention import rectangles
 from treering.attention.rectangles import ForestCalls, Visibility, forest_calls
 from treering.tree.forest import Forest
-from treering.tree.fragment import QueryRanges
+from treering.tree.partition import QueryRanges
 
 
 def calls_of(forest: Forest, window: int | None = None) -> ForestCalls:

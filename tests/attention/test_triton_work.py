@@ -23,7 +23,7 @@ from treering.attention.triton_tables import (
     work_by_query,
 )
 from treering.tree.forest import Forest
-from treering.tree.fragment import QueryRanges
+from treering.tree.partition import QueryRanges
 
 
 def pairs_of(sequences: list[list[int]], query_size: int, key_size: int, window: int | None = None) -> BlockPairs:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.forests import sequence_sets
 from treering.tree.forest import Forest
-from treering.tree.fragment import query_ranges, take_fragment
+from treering.tree.partition import query_ranges, take_fragment
 
 
 def ancestors_of(tree: Forest, token: int) -> set[int]:

@@ -9,8 +9,8 @@ from treering.data.image import ImageData, PlacedImage
 from treering.data.trajectory import Trajectory
 from treering.errors import InputError
 from treering.tree.forest import Forest
-from treering.tree.fragment import take_fragment
 from treering.tree.image_tokens import image_tokens
+from treering.tree.partition import take_fragment
 
 HOLDER = 9
 

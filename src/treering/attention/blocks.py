@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treering.arrays import BoolArray, Int64Array
 from treering.attention.layout import to_device
-from treering.tree.fragment import QueryRanges
+from treering.tree.partition import QueryRanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,7 +22,7 @@ from treering.attention.blocks import find_block_pairs
 from treering.attention.gateway import KeysValues
 from treering.attention.layout import ScoreOptions, TreeLayout, join_differentiably, to_device
 from treering.errors import UnsupportedError
-from treering.tree.fragment import QueryRanges
+from treering.tree.partition import QueryRanges
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

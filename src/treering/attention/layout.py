@@ -22,7 +22,7 @@ from treering.attention.gateway import Boundary, Gateway, KeysValues
 from treering.attention.rectangles import AttentionCall, ForestCalls, Visibility, ancestor_calls, forest_calls, narrowed
 from treering.errors import ConfigError, StateError
 from treering.tree.forest import Forest
-from treering.tree.fragment import QueryRanges
+from treering.tree.partition import QueryRanges
 from treering.types import is_count
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
-from treering.tree.fragment import QueryRanges
+from treering.tree.partition import QueryRanges
 
 
 class Visibility(Enum):

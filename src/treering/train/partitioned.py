@@ -28,9 +28,8 @@ from treering.train.progress import PhaseProgress
 from treering.train.router_losses import branches_through
 from treering.train.scorer import Scorer, put_scores
 from treering.tree.forest import Forest
-from treering.tree.fragment import query_ranges, take_fragment
 from treering.tree.image_tokens import rotary_positions
-from treering.tree.partition import PartitionedTree
+from treering.tree.partition import PartitionedTree, query_ranges, take_fragment
 from treering.tree.plan import Unit
 
 Event = tuple[Literal["enter", "leave"], int]
