@@ -52,14 +52,8 @@ def measure_agents(folder: Path, model: Path, *, size: DemoSize = SIZE, on_progr
     """Rewards and tokens of both kinds of environment from one start, and trees of recorded turns with thoughts."""
     found: dict[str, Any] = {"own": trained_agent(folder / "own", model, size=size, on_progress=on_progress)}
     with taskset_path():
-        # One epoch shows whether rewards agree.
-        found["verifiers"] = trained_agent(
-            folder / "verifiers",
-            model,
-            verifiers_sections(str(verifiers_python())),
-            size=replace(size, num_epochs=1),
-            on_progress=on_progress,
-        )
+        sections = verifiers_sections(str(verifiers_python()))
+        found["verifiers"] = trained_agent(folder / "verifiers", model, sections, size=size, on_progress=on_progress)
     on_progress("agents: rewards of both rules, thoughts")
     found["replayed"] = replayed(folder / "verifiers" / "treering", model)
     return found | {"thoughts": thoughts(recorded_thoughts(), model, folder)}
