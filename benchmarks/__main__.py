@@ -32,6 +32,7 @@ SUBJECTS = {
     "trl": ("TRL's trainers with shared prefixes against the stock ones", "--runs --only"),
     "loop": ("the plain RL loop, each part of Treering alone, and all together", "--runs"),
     "trl_rollouts": ("rollouts of TRL's trainer: drafts where they pay against none", "--runs --seeds"),
+    "tinker": ("recipes of Tinker's cookbook on a server that trains, and its switches", "--only --models --folder"),
     "vllm": ("inside vLLM: drafts from history against its own drafters and none", "--runs --only --policy"),
     "real": (
         "a pretrained model: GRPO that learns by the plain loop and by Treering's, exactness, profiles",
@@ -77,6 +78,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "real --seeds": {"dest": "num_seeds", "type": int, "metavar": "N", "help": "of each task, and of exact; 3"},
     "--prompts": {"dest": "num_prompts", "type": int, "metavar": "N", "help": "of each task of GRPO; 32"},
     "--folder": {"type": Path, "metavar": "DIR", "help": "keeps each part that is done; runs/real"},
+    "--models": {"type": _names, "metavar": "NAMES", "help": "tiny, smollm2, or both"},
+    "tinker --folder": {"type": Path, "metavar": "DIR", "help": "keeps each row that is done; runs/tinker-recipes"},
     "--cases": {"dest": "num_cases", "type": int, "metavar": "N", "help": "how many faults; 300"},
     "faults --only": {"metavar": "KIND", "help": "this kind alone, as a note about a failure names it; or tinker"},
     "--seed": {"type": int, "metavar": "N", "help": "of the first case; the others have the next ones"},

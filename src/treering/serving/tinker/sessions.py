@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from treering.errors import InputError, StateError
 from treering.rl.model_samplers import SamplerWeights
 from treering.serving.server import Refusal
-from treering.serving.tinker.training_thread import Job, TokenCounts, TrainingThread
+from treering.serving.tinker.training_thread import Job, TrainingCounts, TrainingThread
 from treering.serving.tinker.wire import MAX_WAITING_BYTES
 from treering.train.loop.checkpoint import num_tensor_bytes
 from treering.train.loop.trainee import Trainee, TraineeOptions
@@ -35,7 +35,7 @@ class TrainedModel:
         """Keep the options; the model can train once `trainee` is set."""
         self.id, self.options, self.metadata = model_id, options, metadata
         self.trainee: Trainee | None = None
-        self.counts = TokenCounts()
+        self.counts = TrainingCounts()
         """Tokens since the last update."""
         self.num_steps = 0
         self._next_seq = 1

@@ -4,6 +4,7 @@ Consecutive waiting requests of a model that add gradients run as one forest, wi
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -18,13 +19,14 @@ from treering.train.loop.trainee import Trainee
 
 
 @dataclass(slots=True, kw_only=True)
-class TokenCounts:
-    """Tokens of training requests: as flat sequences, and as computed."""
+class TrainingCounts:
+    """Tokens of training requests, as flat sequences and as computed, and the processor time of the thread."""
 
     flat_tokens: int = 0
     computed_tokens: int = 0
     requests: int = 0
     forests: int = 0
+    processor_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,7 +37,7 @@ class Job:
     run: Callable[[], Any] | None = None
     batch: TinkerBatch | None = None
     trainee: Callable[[], Trainee] | None = None
-    counts: TokenCounts = field(default_factory=TokenCounts)
+    counts: TrainingCounts = field(default_factory=TrainingCounts)
     answer: "Future[Any]" = field(default_factory=Future)
 
     @property
@@ -53,7 +55,7 @@ class TrainingThread(Closing):
     def __init__(self, *, merges: bool = True, max_merged: int = 1 << 20) -> None:
         """Start; at most `max_merged` flat tokens run together. `merges` False runs each batch separately."""
         self._merges, self._max_merged = merges, max_merged
-        self.counts = TokenCounts()
+        self.counts = TrainingCounts()
         self._jobs: deque[Job] = deque()
         self._wake = threading.Condition()
         self._is_closed = False
@@ -92,7 +94,9 @@ class TrainingThread(Closing):
 
     def _serve(self) -> None:
         while jobs := self._next():
+            started = time.thread_time()
             self._run(jobs)
+            self.counts.processor_s += time.thread_time() - started
             # Holding it while waiting for the next would keep its model in memory.
             del jobs
 

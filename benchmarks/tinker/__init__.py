@@ -1,0 +1,1 @@
+"""Recipes of Tinker's cookbook on `treering serve --train`."""
