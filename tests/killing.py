@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE
+from treering.files.writing import CHECKPOINTS_FOLDER
+from treering.metrics import METRICS_FILE
 
 ROOT = Path(__file__).parents[1]
 NUM_MOMENTS = 6

@@ -242,7 +242,7 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
             ["model.path=m", "model.num_layers=2", "data.source=files", 'data.files=["a"]'],
             "has its own shape.*num_layers",
         ),
-        (["model.num_heads=3"], "must be a multiple of 2 num_heads = 6, so .*, got 128"),
+        (["model.hidden_size=72"], "must be a multiple of 32, or of 4 below 64, .*, got 72"),
         (['data.files=["a"]'], "reads no files"),
         (["data.source=files"], "at least one file"),
         (["data.template=hf"], "neither data.tokenizer nor model.path is set"),

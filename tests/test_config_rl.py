@@ -68,7 +68,7 @@ def test_a_prompts_file_needs_no_tokenizer_with_a_model_folder() -> None:
     [
         (["task.file=p.jsonl"], 'kind = "sums" has no file, which belong to "prompts"'),
         (["task.reward=exact_answer"], 'kind = "sums" has no reward'),
-        ([*PROMPTS, "task.num_prompts=3"], 'kind = "prompts" has no num_prompts, which belong to "sums"'),
+        ([*PROMPTS, "task.max_terms=3"], 'kind = "prompts" has no max_terms, which belong to "sums"'),
         (["task.stop_tokens=[3]"], 'kind = "sums" has no stop_tokens'),
         (["task.kind=prompts"], "file is not set; set task.file"),
         (["task.kind=prompts", "task.file=p"], "needs a tokenizer, and a random model has none; set task.tokenizer"),
@@ -142,7 +142,7 @@ def test_the_engine_s_settings_are_those_of_the_engine() -> None:
     [
         (["engine.kind=vllm", "engine.backend=plain"], 'engine.kind = "vllm" has its own kernels'),
         (["engine.kind=vllm", "sampling.top_k=5"], 'rl.old_logprobs = "recomputed"'),
-        (["engine.kind=vllm", "sampling.repetition_penalty=1.1"], 'rl.old_logprobs = "recomputed"'),
+        (["engine.kind=vllm", "sampling.min_p=0.1"], 'rl.old_logprobs = "recomputed"'),
         (["engine.verification=exact"], 'only for engine.kind = "vllm"'),
         (["engine.kind=vllm", "rl.rehearse=on"], r"got \('rejection', 'on'\)"),
         (

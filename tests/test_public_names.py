@@ -29,7 +29,7 @@ HOMES = {
     "Request": "treering.engine.protocol",
     "Sampling": "treering.config.engine",
     "Rollout": "treering.engine.protocol",
-    "RouterLosses": "treering.config.router",
+    "RouterLosses": "treering.config.steps",
 }
 SCHEDULE = {
     "Cluster": "cluster",

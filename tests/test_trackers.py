@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import PartialState, tracking
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from treering.config.metric_sinks import MetricsConfig, RlMetricsConfig
+from treering.config.run import MetricsConfig, RlMetricsConfig
 from treering.errors import ConfigError, MissingExtraError, StateError
 from treering.metrics import Completion, JsonlSink, Metrics
 from treering.trackers import TRACKERS_FILE, TrackerSink

@@ -16,8 +16,6 @@ MODEL = """
 [model]
 hidden_size = 16
 num_layers = 1
-num_heads = 2
-intermediate_size = 16
 device = "cpu"
 """
 SFT = f"""{MODEL}

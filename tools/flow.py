@@ -31,8 +31,6 @@ reward = "flow_rewards:rising"
 [model]
 hidden_size = 16
 num_layers = 2
-num_heads = 2
-intermediate_size = 16
 device = "cpu"
 [sampling]
 max_tokens = 8

@@ -3,7 +3,5 @@
 TINY_MODEL = """
 hidden_size = 32
 num_layers = 1
-num_heads = 2
-intermediate_size = 32
 """
 """The section `[model]` of a configuration, without its head."""

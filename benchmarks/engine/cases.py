@@ -57,7 +57,7 @@ def warm_policy(on_progress: OnProgress) -> Policy:
     # Imported late: CUDA machines, where this file's tests are collected too, lack the command line's packages.
     from treering.cli.demo import MAX_ROLLOUT_TOKENS, demo_task, warm_start
 
-    task = demo_task(NUM_PROMPTS, seed=0)
+    task = demo_task(NUM_PROMPTS)
     start = warm_start(
         task, seed=0, on_step=lambda step, accuracy: on_progress(f"warm start: step {step}, {accuracy:.0%} right")
     )

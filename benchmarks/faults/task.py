@@ -17,7 +17,7 @@ SETTINGS = """
 [model]
 {model}
 [task]
-num_prompts = 4
+max_prompts = 4
 max_terms = 2
 max_number = 3
 [sampling]

@@ -26,8 +26,8 @@ import torch
 from benchmarks.faults.cases import Case, Kind
 from benchmarks.faults.judge import Verdict, failure, trouble_of
 from benchmarks.faults.serving import start
-from treering.cli.eval.run_eval import find_weights
 from treering.cli.models import load_checkpoint
+from treering.cli.run_eval import find_weights
 from treering.engine.host import EngineHost
 from treering.engine.torch_engine import TorchEngine
 from treering.rl.model_samplers import EngineOptions

@@ -96,7 +96,7 @@ class LoopRun:
 def make_start(folder: Path, num_prompts: int, *, seed: int, on_progress: OnProgress, enough: float = ENOUGH) -> Start:
     """Trains the demo's policy as the demo does, and saves it into a new folder."""
     start = warm_start(
-        demo_task(num_prompts, seed),
+        demo_task(num_prompts),
         seed=seed,
         enough=enough,
         on_step=lambda step, accuracy: on_progress(f"warm start: step {step}, {accuracy:.0%} right"),
@@ -111,7 +111,7 @@ def configuration(
     """The configuration that `treering train` would read for this run."""
     sections: dict[str, Any] = {
         "model": {"path": start.folder.absolute(), "device": device},
-        "task": {"kind": "sums", "num_prompts": size.num_prompts, "max_number": MAX_NUMBER, "seed": seed},
+        "task": {"kind": "sums", "max_prompts": size.num_prompts, "max_number": MAX_NUMBER},
         "sampling": {"max_tokens": size.max_tokens},
         "rl": {
             "num_steps": size.num_steps,

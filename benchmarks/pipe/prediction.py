@@ -191,7 +191,7 @@ def _trace(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
     """A run's rollouts, int64 [R] for each step, with the lengths forecast when each step was planned."""
     predictor = make_predictor(max_tokens=config.sampling.max_tokens)
     step_tasks = StepTasks(
-        num_tasks=config.task.num_prompts, trees_per_step=config.rl.prompts_per_step, seed=config.rl.seed
+        num_tasks=config.task.num_sums, trees_per_step=config.rl.prompts_per_step, seed=config.rl.seed
     )
     prompts, size = [step_tasks.tasks_of(step) for step in range(1, len(lengths) + 1)], config.rl.group_size
     steps = []

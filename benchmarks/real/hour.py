@@ -18,7 +18,7 @@ from benchmarks.real.tasks import write_task
 from treering import metrics
 from treering.cli.demo import DemoSize, write_config
 from treering.files.step_lines import read_rows
-from treering.train.loop.saved_run import METRICS_FILE
+from treering.metrics import METRICS_FILE
 
 SAVE_EVERY = "5min"
 SETTLED = 1 / 3

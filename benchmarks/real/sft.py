@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from benchmarks.common.progress import OnProgress
 from treering import metrics
 from treering.cli.display import PlainConsole
-from treering.cli.serve.run_serve import opened
-from treering.cli.serve.serve_options import ServeOptions
+from treering.cli.options import ServeOptions
+from treering.cli.run_serve import opened
 from treering.cli.sft_command import train
 from treering.cli.toml import pair, section
 from treering.config import SftConfig, load

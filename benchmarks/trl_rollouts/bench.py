@@ -82,5 +82,5 @@ def _alone(work: Callable[..., Any], *arguments: Any) -> Any:
 def _save_policy(folder: Path) -> None:
     from treering.cli.demo import demo_task, warm_start
 
-    start = warm_start(demo_task(SHORT_PROMPTS, seed=0), seed=SEED, on_step=lambda step, accuracy: None)
+    start = warm_start(demo_task(SHORT_PROMPTS), seed=SEED, on_step=lambda step, accuracy: None)
     start.model.save_pretrained(folder)

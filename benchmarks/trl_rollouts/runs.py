@@ -103,7 +103,7 @@ def _train(policy: Path, num_prompts: int, seed: int, rollout_func: Any) -> list
     from treering.cli.demo import MAX_ROLLOUT_TOKENS, demo_task
 
     torch.set_num_threads(1)
-    task = demo_task(num_prompts, seed=0)
+    task = demo_task(num_prompts)
     prompts = [task.decode(prompt.tokens) for prompt in task.prompts]
     answers = {text: int(prompt.answer or -1) for text, prompt in zip(prompts, task.prompts, strict=True)}
     ids = [str(prompt.prompt_id) for prompt in task.prompts]

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
-from treering.config.distill_options import DistillOptions
+from treering.config.model import DistillOptions
 from treering.config.optim import OptimOptions
 from treering.config.rl_options import RlOptions
 from treering.config.sft_config import SftOptions

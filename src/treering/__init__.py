@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from treering import ranks as ranks
     from treering import schedule as schedule
     from treering.config.engine import Sampling as Sampling
-    from treering.config.router import RouterLosses as RouterLosses
+    from treering.config.steps import RouterLosses as RouterLosses
     from treering.engine.protocol import Request as Request
     from treering.engine.protocol import Rollout as Rollout
     from treering.engine.torch_engine import TorchEngine as TorchEngine
@@ -45,7 +45,7 @@ _HOMES = {
     "Request": "treering.engine.protocol",
     "RequestDrafter": "treering.history.draft.request_drafter",
     "Rollout": "treering.engine.protocol",
-    "RouterLosses": "treering.config.router",
+    "RouterLosses": "treering.config.steps",
     "Sampling": "treering.config.engine",
     "TorchEngine": "treering.engine.torch_engine",
     "TreeModel": "treering.model.tree_model",

@@ -97,6 +97,10 @@ COMPLETIONS: Final = "completions"
 COLUMNS: Final = tuple(field.name for field in fields(Completion))
 
 
+METRICS_FILE = "metrics.jsonl"
+"""File of a run that `JsonlSink` writes."""
+
+
 class Sink(Protocol):
     """Store for rows of metrics."""
 

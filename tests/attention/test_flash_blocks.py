@@ -28,7 +28,9 @@ def _fresh() -> Iterator[None]:
     dispatch.check_backend.cache_clear()
 
 
-def compare(layout: TreeLayout, inputs: list[Tensor], options: ScoreOptions, sinks: Tensor | None = None) -> None:
+def assert_is_attention(
+    layout: TreeLayout, inputs: list[Tensor], options: ScoreOptions, sinks: Tensor | None = None
+) -> None:
     ways = (results(partial(attend, backend=name), inputs, sinks, layout=layout, options=options) for name in BOTH)
     assert_close(*ways, tolerance=1e-11)
 
@@ -48,14 +50,16 @@ def test_the_kernels_tables_give_attention_forward_and_backward(
     fake_flash.install(monkeypatch, SMALL)
     layout = layout_of(SHAPES[name])
     sinks = SINKS.clone().requires_grad_() if with_sinks else None
-    compare(layout, random_inputs(layout.forest.num_tokens), options, sinks)
+    assert_is_attention(layout, random_inputs(layout.forest.num_tokens), options, sinks)
 
 
 @pytest.mark.parametrize("head_size", [128, 256])
 def test_blocks_of_the_kernels_sizes_are_attention(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flash.install(monkeypatch)
     layout = layout_of(star(4, prompt=150, response=70))
-    compare(layout, random_inputs(layout.forest.num_tokens, (2, 1), head_size), ScoreOptions(scale=0.1, window=160))
+    assert_is_attention(
+        layout, random_inputs(layout.forest.num_tokens, (2, 1), head_size), ScoreOptions(scale=0.1, window=160)
+    )
 
 
 @given(sequences=sequence_sets(), window=st.none() | st.integers(1, 12))
@@ -64,7 +68,7 @@ def test_random_forests_are_attention(sequences: list[list[int]], window: int | 
     with pytest.MonkeyPatch.context() as patch:
         fake_flash.install(patch, (5, 3))
         layout = layout_of(sequences)
-        compare(layout, random_inputs(layout.forest.num_tokens), ScoreOptions(scale=0.3, window=window))
+        assert_is_attention(layout, random_inputs(layout.forest.num_tokens), ScoreOptions(scale=0.3, window=window))
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS])

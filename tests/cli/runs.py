@@ -21,8 +21,6 @@ MODEL = """
 [model]
 hidden_size = 16
 num_layers = 1
-num_heads = 2
-intermediate_size = 16
 device = "cpu"
 [run]
 dir = "out"
@@ -41,7 +39,7 @@ learning_rate = 1e-2
 """
 TRAIN = f"""{MODEL}
 [task]
-num_prompts = 4
+max_prompts = 4
 [sampling]
 max_tokens = 6
 [rl]

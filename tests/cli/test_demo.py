@@ -40,9 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(enough: float) -> WarmStart:
     """Return a policy that gets a share of the sums right."""
-    return warm_start(
-        demo_task(DemoSize().num_prompts, 0), seed=0, enough=enough, on_step=lambda _step, _accuracy: None
-    )
+    return warm_start(demo_task(DemoSize().num_prompts), seed=0, enough=enough, on_step=lambda _step, _accuracy: None)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +160,7 @@ def test_the_right_number_alone_is_worth_most() -> None:
 def test_reward_rises_clearly(tmp_path: Path) -> None:
     """About half right at first, then clearly more, on trained prompts and on others."""
     start, size, seed = started(demo.ENOUGH), DemoSize(num_epochs=4, group_size=8), 0
-    unseen = demo_task(size.num_prompts, seed).held_out(512)
+    unseen = demo_task(size.num_prompts).held_out(512)
     before = measure_accuracy(start.model, unseen)
     start.model.save_pretrained(tmp_path / demo.START_FOLDER)
     loop, rewards = train(tmp_path, size, seed)
@@ -173,7 +171,7 @@ def test_reward_rises_clearly(tmp_path: Path) -> None:
 
 def train(folder: Path, size: DemoSize, seed: int) -> tuple[RlLoop, list[float]]:
     """Run only the Treering side; return its loop and the mean reward of every epoch."""
-    config = load(RlConfig, write_config(folder, size, sums_sections(size, seed), side="treering", seed=seed))
+    config = load(RlConfig, write_config(folder, size, sums_sections(size), side="treering", seed=seed))
     rewards: list[list[float]] = [[] for _ in range(size.num_epochs)]
     with open_training(config, config_dir=folder, console=Console(quiet=True)) as run:
         for report in run.steps:

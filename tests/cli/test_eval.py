@@ -59,7 +59,7 @@ def test_a_supervised_run_and_the_command_agree_on_the_held_out_loss(commands: C
 
 def test_a_run_and_the_command_agree_on_held_out_rewards(commands: Commands, evaluate: Any) -> None:
     own = (
-        "task.num_prompts=12",
+        "task.max_prompts=12",
         "eval.share=0.4",
         "eval.temperature=1.0",
         "eval.num_samples=2",
@@ -160,7 +160,7 @@ def aged(run: Path, values: dict[str, Any]) -> None:
 def test_a_run_of_an_earlier_version_is_evaluated_resumed_and_shown_or_refused_by_name(
     commands: Commands, evaluate: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    own = ("eval.share=0.5", "task.num_prompts=4")
+    own = ("eval.share=0.5", "task.max_prompts=4")
     commands.done("train", *own)
     found = evaluate("out")
     aged(Path("out"), {"warmup.num_prompts": 4096, "history.shape": "tree", "optim.eps": 1e-8, "rl.importance": None})

@@ -33,7 +33,7 @@ TRAIN = """
 path = "org/tiny"
 device = "cpu"
 [task]
-num_prompts = 2
+max_prompts = 2
 [sampling]
 max_tokens = 4
 [rl]

@@ -213,3 +213,9 @@ def test_no_text_of_a_file_ends_its_comment_or_its_value():
     assert comments("a\nb = 1\u2028c\x85d") == "# a b = 1 c d\n"
     text = 'a "b"\n\x7f\\ é'
     assert tomllib.loads(pair("key", text, "two\nlines")) == {"key": text}
+
+
+def test_a_table_is_written_inline_without_what_is_unset() -> None:
+    value = {"temperature": 0.5, "stop": None, "two words": {"a": ["x", {}]}}
+    assert pair("parameters", value) == 'parameters = { temperature = 0.5, "two words" = { a = ["x", {}] } }\n'
+    assert tomllib.loads(pair("key", value)) == {"key": {"temperature": 0.5, "two words": {"a": ["x", {}]}}}

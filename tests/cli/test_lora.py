@@ -46,7 +46,7 @@ def lora_commands(hub_commands: Commands) -> Commands:
     save_model(hub_commands.folder / "base")
     save_tokenizer(hub_commands.folder / "base")
     (hub_commands.folder / "prompts.jsonl").write_text('{"prompt": "1 2 3"}\n{"prompt": "1 2 4"}\n')
-    train = TRAIN.replace("[task]\nnum_prompts = 2\n", PROMPTS).replace("group_size = 2", "group_size = 4")
+    train = TRAIN.replace("[task]\nmax_prompts = 2\n", PROMPTS).replace("group_size = 2", "group_size = 4")
     for name, text in (("sft", SFT), ("train", train + "save_every = 1\nkeep = 9\n")):
         lines = text.replace('path = "org/tiny"', 'path = "./base"')
         (hub_commands.folder / f"{name}.toml").write_text(f"{lines}{LORA}")

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 from tests import models
 from tests.cli.hub_cache import save_model
 from tests.data.conftest import save_tokenizer
-from treering.cli.models import build_model, load_teacher, tokenizer_note
-from treering.config.model import ModelConfig
+from treering.cli.models import build_model, find_teacher, tokenizer_note
+from treering.config.model import DistillOptions, ModelConfig
 from treering.data.rendering.template import ChatTemplate
 from treering.errors import ConfigError, InputError
 
@@ -179,8 +180,10 @@ def test_code_of_a_model_folder_never_runs_whatever_stdin_answers(
     (folder / "code.py").write_text(CODE.format(marker=str(marker)))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     if model_type == "own":
+        section = DistillOptions(path=str(folder))
+        teacher = partial(find_teacher, section, ModelConfig(device="cpu"), Path(), tokenizer=None)
         with pytest.raises(InputError, match="brings its own Python code, which is never run"):
-            build(folder) if role == "model" else load_teacher(folder, ModelConfig(device="cpu"), tokenizer=None)
+            (partial(build, folder) if role == "model" else teacher)()
     else:
         assert type(build(folder)).__name__ == "Qwen3ForCausalLM"
     assert not marker.exists()

@@ -7,13 +7,12 @@ import pytest
 from treering.cli.session import RunLength
 from treering.cli.sft_command import with_step_size
 from treering.config import SftConfig
-from treering.train.loop.batches import StepTasks
 
 
 def length(num_tasks: int, per_step: int, *, steps: int | None = None, epochs: int | None = 1, schedule="constant"):
-    step_tasks = StepTasks(num_tasks=num_tasks, trees_per_step=per_step, seed=0)
-    names = {"section": "train", "per_step": "trees_per_step"}
-    return RunLength(**names, step_tasks=step_tasks, num_steps=steps, num_epochs=epochs, schedule=schedule)
+    train = {"trees_per_step": per_step, "num_steps": steps, "num_epochs": epochs}
+    sections = {"data": {"source": "generated"}, "train": train, "optim": {"schedule": schedule}}
+    return RunLength(config=SftConfig.model_validate(sections), num_tasks=num_tasks)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.models import build
-from treering.cli.serve import run_serve
-from treering.cli.serve.run_serve import opened
-from treering.cli.serve.serve_options import ServeOptions
-from treering.config.lora import LoraOptions
+from treering.cli import run_serve
+from treering.cli.options import ServeOptions
+from treering.cli.run_serve import opened
+from treering.config.model import LoraOptions
 from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, UnsupportedError

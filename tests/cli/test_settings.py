@@ -11,8 +11,7 @@ from treering.cli.train_engine import engine_factory, warmup_options
 from treering.config import RlConfig, SftConfig
 from treering.config.record import load
 from treering.config.rl_task import TaskConfig
-from treering.config.router import RouterLosses
-from treering.config.steps import ComputeOptions
+from treering.config.steps import ComputeOptions, RouterLosses
 from treering.errors import ConfigError, UnsupportedError
 
 MEMORY = ("max_batch_tokens=9", "gradient_checkpointing=reentrant", "layers=compiled")

@@ -13,8 +13,8 @@ from tests.models import build
 from tests.rl.tasks.test_stop_tokens import GPT_OSS, MARKED
 from tests.serving.test_server import ask
 from treering.cli.models import load_checkpoint
-from treering.cli.serve.run_serve import opened
-from treering.cli.serve.serve_options import ServeOptions
+from treering.cli.options import ServeOptions
+from treering.cli.run_serve import opened
 from treering.data import Message, Renderer, ToolCall, Trajectory
 
 EOS = "<|endoftext|>"

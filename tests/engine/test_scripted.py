@@ -26,9 +26,9 @@ def make_scripted(max_batch: int) -> Engine:
     return ScriptedEngine(endless, max_batch=max_batch)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_the_scripted_engine_keeps_the_law(law: Callable[[MakeEngine], None]) -> None:
-    law(make_scripted)
+@pytest.mark.parametrize("assert_law", LAWS, ids=lambda law: law.__name__)
+def test_the_scripted_engine_keeps_the_law(assert_law: Callable[[MakeEngine], None]) -> None:
+    assert_law(make_scripted)
 
 
 def test_a_step_gives_every_running_rollout_one_token() -> None:

@@ -67,14 +67,16 @@ def plain(model: PreTrainedModel) -> Rollouts:
     return run(TorchEngine(model, max_batch=1, backend="plain"), group_requests(stop_tokens=(7,)))
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("assert_law", LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("drafting", ["drafts", "no_drafts"])
-def test_the_engine_keeps_the_law(law: Callable[[MakeEngine], None], drafting: str, model: PreTrainedModel) -> None:
+def test_the_engine_keeps_the_law(
+    assert_law: Callable[[MakeEngine], None], drafting: str, model: PreTrainedModel
+) -> None:
     def make(max_batch: int) -> TorchEngine:
         drafter = Drafter(HistoryStore(), min_acceptance=0.01) if drafting == "drafts" else None
         return TorchEngine(model, drafter, max_batch=max_batch, max_tokens=200)
 
-    law(make)
+    assert_law(make)
 
 
 @pytest.mark.parametrize("max_batch", [1, 16])

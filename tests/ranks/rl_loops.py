@@ -11,7 +11,7 @@ from tests.models import build_float64
 from tests.ranks.exact import error_of
 from tests.ranks.wraps import with_lora
 from tests.rl.runs import PLAIN, TinyTask, eager, options, store, uneven
-from treering.config.distill_options import DistillOptions
+from treering.config.model import DistillOptions
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
 from treering.ranks import prepare

@@ -26,8 +26,6 @@ max_tasks = 6
 [model]
 hidden_size = 32
 num_layers = 2
-num_heads = 2
-intermediate_size = 48
 device = "cpu"
 
 [train]

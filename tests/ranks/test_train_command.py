@@ -29,8 +29,6 @@ reward = "rank_rewards:num_words"
 [model]
 hidden_size = 32
 num_layers = 2
-num_heads = 2
-intermediate_size = 48
 device = "cpu"
 
 [sampling]

@@ -12,7 +12,7 @@ CONFIG = {
     "num_steps": 8,
     "rl": {},
     "task": {"kind": "prompts"},
-    "history": {"drafts": "on", "max_epochs": 2, "sources": ["history", "siblings", "own", "others"], "max_draft": 8},
+    "history": {"drafts": "on", "sources": ["history", "siblings", "own", "others"], "max_draft": 8},
 }
 
 

@@ -149,7 +149,7 @@ def test_a_run_shows_its_settings_its_machine_and_where_it_was_resumed(tmp_path:
     facts = content_of(tmp_path)["runs"][0]["facts"]
     assert facts["resumed"] == [3]
     assert facts["table"] == {"model": "org/tiny", "machine": "third", "versions": "torch 2.9"}
-    assert facts["settings"]["history.max_epochs"] == "2"
+    assert facts["settings"]["history.max_draft"] == "8"
     # A line that a kill left unfinished hides no later start.
     note_start(tmp_path, {"step": 5})
     assert content_of(tmp_path)["runs"][0]["facts"]["resumed"] == [3, 5]

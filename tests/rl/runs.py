@@ -18,14 +18,14 @@ from treering.config.rl_options import RlOptions
 from treering.engine.protocol import Request, Rollout, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
-from treering.metrics import JsonlSink, Metrics
+from treering.metrics import METRICS_FILE, JsonlSink, Metrics
 from treering.rl.drafting import Drafting
 from treering.rl.loop import EngineFactory, RlLoop
 from treering.rl.step_report import RlStepReport, RolloutLog
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.loop.checkpoint import CheckpointStore, Resumable
 from treering.train.loop.other_models import MakeReference
-from treering.train.loop.saved_run import METRICS_FILE, open_run, run_steps
+from treering.train.loop.saved_run import open_run, run_steps
 
 STOP = 0
 IDENTITY = {"task": "tiny", "rl.seed": 0}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.models import assert_gradients_equal, build, build_float64, take_gradients
 from tests.rl.runs import TinyTask, scripted_loop, scripted_step
 from tests.train.objectives.flat_distill import Setting, divergence
-from treering.config.distill_options import DistillOptions
+from treering.config.model import DistillOptions
 from treering.config.optim import OptimOptions
 from treering.engine.protocol import Sampling
 from treering.errors import ConfigError, InputError

@@ -13,10 +13,11 @@ from tests.rl.runs import TinyTask, eager, memory_of, sampling_loop, steps_in
 from treering.engine.protocol import Rollout, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError
+from treering.metrics import METRICS_FILE
 from treering.rl.evaluation import EvalOptions, HeldOutRewards, eval_seed, mean_pass_at_k, pass_at_k
 from treering.rl.loop import RlLoop
 from treering.train.loop.held_out import Evaluation
-from treering.train.loop.saved_run import METRICS_FILE, knows_first
+from treering.train.loop.saved_run import knows_first
 
 
 def test_pass_at_k_is_the_share_of_the_subsets_of_k_samples_with_one_that_passed() -> None:

@@ -13,7 +13,7 @@ from tests.train.gradient.test_backward import batch_of, forests_of
 from tests.train.loop.runs import assert_bitwise_equal, tensors_of, tiny_loop
 from tests.train.objectives.cases import CASES
 from tests.train.objectives.flat_objectives import data_of
-from treering.config.router import RouterLosses
+from treering.config.steps import RouterLosses
 from treering.objectives import Objective, sft
 from treering.train.loop.sft_loop import SftLoop
 from treering.train.progress import OnProgress

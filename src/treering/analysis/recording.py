@@ -175,7 +175,6 @@ def outline(rows: Sequence[RolloutFacts], *, in_file_order: bool = False) -> Out
 
 
 def _count(counts: dict[PromptId, int], prompt: PromptId) -> int:
-    """Count the prompt, and return how often it was counted before."""
     counts[prompt] = counts.get(prompt, -1) + 1
     return counts[prompt]
 

@@ -16,7 +16,7 @@ from treering.compiling.lean import kernel
 from treering.history.draft.drafter import Drafter
 from treering.history.draft_types import DraftRows
 from treering.history.features import Source
-from treering.history.store.store import HistoryStore
+from treering.history.store.store import MAX_EPOCHS, HistoryStore
 
 Look = Literal["all", "history", "other_prompt", "own"]
 """Sources that a replayed rollout may draft from. all: the drafter's setting. history: the prompt's earlier epochs and
@@ -63,7 +63,7 @@ def replay(
     recorded: Recorded,
     look: Look,
     *,
-    max_epochs: int = 2,
+    max_epochs: int = MAX_EPOCHS,
     settings: Mapping[str, Any] | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
     origins: Int8Array | None = None,
@@ -199,7 +199,6 @@ class ReplayRows:
 
 
 def _steps(recorded: Recorded) -> Iterator[tuple[int, Int64Array]]:
-    """Yield the epoch and the rollouts of each step, in order."""
     is_first = np.ones(recorded.num_rollouts, np.bool_)
     is_first[1:] = (np.diff(recorded.epochs) != 0) | (np.diff(recorded.steps) != 0)
     starts = np.flatnonzero(is_first)

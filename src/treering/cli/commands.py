@@ -12,12 +12,10 @@ import typer
 import treering
 from treering.cli.cache import cache
 from treering.cli.doctor import doctor
-from treering.cli.eval.eval_options import EvalArguments
 from treering.cli.fetch import fetch
 from treering.cli.init import init
 from treering.cli.inspect.inspect_options import InspectOptions
-from treering.cli.options import ConfigFile, JsonOutput, Overrides, takes
-from treering.cli.serve.serve_options import ServeOptions
+from treering.cli.options import ConfigFile, EvalArguments, JsonOutput, Overrides, ServeOptions, takes
 from treering.cli.settings_help import SettingsCommand
 from treering.cli.simulate import simulate
 from treering.extras import require
@@ -127,7 +125,7 @@ def evaluate(options: EvalArguments) -> None:
     Example: treering eval models/qwen3 --file test.jsonl --reward exact_answer eval.temperature=1 eval.num_samples=8
     """
     require("treering eval")
-    from treering.cli.eval.run_eval import run
+    from treering.cli.run_eval import run
 
     run(options)
 
@@ -145,7 +143,7 @@ def serve(options: ServeOptions) -> None:
     """
     require("treering serve")
     require("treering serve", "aiohttp")
-    from treering.cli.serve.run_serve import run
+    from treering.cli.run_serve import run
 
     run(options)
 

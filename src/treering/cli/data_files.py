@@ -12,8 +12,8 @@ from treering.data.cache.dataset import TokenDataset
 from treering.data.cache.folder import cache_folder
 from treering.data.cache.open import open_dataset
 from treering.errors import InputError
+from treering.metrics import METRICS_FILE
 from treering.report.rollout_views import ROLLOUTS_FOLDER
-from treering.report.run_data import METRICS_FILE
 
 OnFile = Callable[[str, BuildProgress], None]
 """Called with a file's name and the progress of reading it."""

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from treering.files.writing import write_text, writing
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import propose
 from treering.history.store.store import HistoryStore
-from treering.report.run_data import LOCK_FILE
+from treering.report.run_data import DEMO_FILE, LOCK_FILE, SIDES, Side
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.sums import ChainedSums
 from treering.train.loop.checkpoint import num_tensor_bytes, raising_disk_errors
@@ -54,8 +54,7 @@ from treering.tree.stats import Work, flat_work, tree_work, work_bounds
 from treering.types import read_shape
 
 DEFAULT_FOLDER = Path("runs/demo")
-REPORT_FILE = "demo.json"
-MODEL = ModelConfig(hidden_size=128, num_layers=4, num_heads=4, intermediate_size=384)
+MODEL = ModelConfig()
 MAX_NUMBER = 9
 """Largest number in a sum; small enough for this model to learn in a minute."""
 MAX_ROLLOUT_TOKENS = 64
@@ -69,8 +68,6 @@ _CHECK_EVERY = 25
 _NUM_CHECKED = 128
 OnStep = Callable[[int, float], None]
 """Called after each step with its number and the last measured accuracy."""
-Side = Literal["plain", "treering"]
-SIDES: tuple[Side, Side] = ("plain", "treering")
 START_FOLDER = "start"
 _NO_WORK = Work(num_tokens=0, num_pairs=0)
 
@@ -191,7 +188,8 @@ def run(out: Path | None, seed: int, json_output: bool, *, real: bool = False) -
     console = LogConsole()
     advice = f"the demo starts over in another folder; treering train {out}/treering.toml continues one run"
     with advising(advice), locked(out), warnings_as_lines(console), console.printing_work("preparing"):
-        _check_empty(out)
+        if any(path.name != LOCK_FILE for path in out.iterdir()):
+            raise InputError(f"--out needs a new or empty folder, but {out} holds files; name another")
         report = (
             measure_real(out, REAL, seed=seed, console=console)
             if real
@@ -233,13 +231,13 @@ def _measure_from(start: DemoStart, out: Path, size: DemoSize, *, seed: int, con
     with RunDisplay(title=f"{out}/treering", num_steps=size.num_steps, first_step=0, console=console) as display:
         compared = compare(out, size, start.sections, seed=seed, on_step=lambda so_far: _show(display, so_far))
     report = make_report(start, size, compared, seed=seed)
-    with writing(out / REPORT_FILE):
-        write_text(out / REPORT_FILE, json.dumps(asdict(report), indent=2) + "\n")
+    with writing(out / DEMO_FILE):
+        write_text(out / DEMO_FILE, json.dumps(asdict(report), indent=2) + "\n")
     return report
 
 
 def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float) -> DemoStart:
-    task = demo_task(size.num_prompts, seed)
+    task = demo_task(size.num_prompts)
     note_doing(console, "warm start")
     note_compiling(console, fill_forest, propose)
     console.print(f"warm start on solved sums until {enough:.0%} of other sums are right", soft_wrap=True)
@@ -260,7 +258,7 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
     )
     return DemoStart(
         folder=out / START_FOLDER,
-        sections=sums_sections(size, seed),
+        sections=sums_sections(size),
         warm_steps=start.num_steps,
         warm_accuracy=start.accuracy,
     )
@@ -273,19 +271,14 @@ def _show(display: RunDisplay, compared: Comparison) -> None:
     display.show({"step": ours[-1].step, **ours[-1].values()}, note=note)
 
 
-def _check_empty(out: Path) -> None:
-    if any(path.name != LOCK_FILE for path in out.iterdir()):
-        raise InputError(f"--out needs a new or empty folder, but {out} holds files; name another")
-
-
 def _free_folder() -> Path:
     folders = (DEFAULT_FOLDER if n == 1 else DEFAULT_FOLDER.with_name(f"{DEFAULT_FOLDER.name}-{n}") for n in count(1))
     return next(folder for folder in folders if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())))
 
 
-def demo_task(num_prompts: int, seed: int) -> ChainedSums:
+def demo_task(num_prompts: int) -> ChainedSums:
     """Return the prompts that both loops train on."""
-    return ChainedSums(num_prompts, seed, max_number=MAX_NUMBER)
+    return ChainedSums(num_prompts, max_number=MAX_NUMBER)
 
 
 def warm_start(task: ChainedSums, *, seed: int, enough: float = ENOUGH, on_step: OnStep) -> WarmStart:
@@ -330,11 +323,11 @@ def measure_accuracy(model: PreTrainedModel, task: ChainedSums) -> float:
     return sum(rewards) / len(rewards)
 
 
-def sums_sections(size: DemoSize, seed: int) -> Sections:
+def sums_sections(size: DemoSize) -> Sections:
     """Return the settings of the small policy and its sums."""
     return {
         "model": {"path": START_FOLDER},
-        "task": {"kind": "sums", "num_prompts": size.num_prompts, "max_number": MAX_NUMBER, "seed": seed},
+        "task": {"kind": "sums", "max_prompts": size.num_prompts, "max_number": MAX_NUMBER},
         "sampling": {"max_tokens": MAX_ROLLOUT_TOKENS},
         "optim": {"learning_rate": 2e-4, "betas": [0.9, 0.99]},
         "run": {"save_every": size.steps_per_epoch},

@@ -15,14 +15,15 @@ from treering.cli.run_folder import HISTORY_FOLDER
 from treering.data import Trajectory, read_trajectories
 from treering.errors import InputError, TreeringError, plural
 from treering.files.step_lines import read_rows, spans
-from treering.files.writing import read_facts, read_object
+from treering.files.writing import CHECKPOINTS_FOLDER, read_facts, read_object
 from treering.history.store.store import read_saved
+from treering.metrics import METRICS_FILE
 from treering.model.forward import forward
 from treering.report.rollout_views import ROLLOUTS_FOLDER
 from treering.report.run_data import CONFIG_FILE
 from treering.train.loop.checkpoint import CHECKPOINT_NAME, STATE_FILE, check_identity
 from treering.train.loop.compute import precision
-from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE
+from treering.train.loop.saved_run import RUN_FILE
 from treering.tree.forest import Forest
 
 MAX_ROLLOUTS = 256

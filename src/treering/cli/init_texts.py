@@ -47,35 +47,19 @@ def read_model(name: str) -> ModelFacts:
     Example: the facts of Qwen/Qwen3-0.6B have a vocab_size of 151936 and a context of 40960.
     """
     folder = find_folder(name, [Path()], setting="--model", wanted="tokenizer")
-    config = _read_config(folder)
-    tokenizer = folder if (folder / "tokenizer.json").is_file() else None
-    return ModelFacts(
-        name=name,
-        tokenizer=tokenizer,
-        vocab_size=_count(config, "vocab_size"),
-        context=_count(config, "max_position_embeddings"),
-        shape=_shape(folder),
-    )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
     config = read_object(folder / "config.json", fix="name the folder of a Hugging Face model with --model")
     # Multimodal models keep the text settings in a section.
     inner = config.get("text_config")
-    return config | inner if isinstance(inner, dict) else config
-
-
-def _count(config: dict[str, Any], key: str) -> int | None:
-    value = config.get(key)
-    return value if isinstance(value, int) else None
-
-
-def _shape(folder: Path) -> str:
+    config |= inner if isinstance(inner, dict) else {}
+    sizes = [config.get(name) for name in ("vocab_size", "max_position_embeddings")]
+    vocab_size, context = (size if isinstance(size, int) else None for size in sizes)
+    shape = str(folder)
     try:
-        find_shape(str(folder))
+        find_shape(shape)
     except ConfigError:
-        return DEFAULT_SHAPE
-    return str(folder)
+        shape = DEFAULT_SHAPE
+    tokenizer = folder if (folder / "tokenizer.json").is_file() else None
+    return ModelFacts(name=name, tokenizer=tokenizer, vocab_size=vocab_size, context=context, shape=shape)
 
 
 _MAX_TREES = 8
@@ -94,7 +78,9 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
     [report] = inspect_files(
         InspectOptions(files=[file], tokenizer=tokenizer, model_shape=model.shape, format=format, template=template)
     )
-    settings: dict[str, Any] = {"format": format, "template": template, **_limit(report, model)}
+    settings: dict[str, Any] = {"format": format, "template": template}
+    if model.context is not None and report.longest > model.context:
+        settings |= {"max_length": model.context, "overlong": "cut"}
     data = DataConfig(files=(file.absolute(),), **settings)
     num_tasks = len(load_corpus(data, config_dir=Path(), model=model.tokenizer).tasks)
     if model.vocab_size is not None and report.largest_id >= model.vocab_size:
@@ -133,13 +119,6 @@ _NOTES = {
     "max_length": "Tokens that the model was made for; the longest sequence has more.",
     "overlong": 'Keep their first tokens; "drop" drops the sequences.',
 }
-
-
-def _limit(report: FileReport, model: ModelFacts) -> dict[str, Any]:
-    """Return the length limit, if a sequence is longer than the model's context."""
-    if model.context is None or report.longest <= model.context:
-        return {}
-    return {"max_length": model.context, "overlong": "cut"}
 
 
 def _model(model: ModelFacts) -> list[str]:

@@ -61,7 +61,6 @@ def main() -> None:
 
 
 def _run() -> int | None:
-    """Run the command; return its exit code."""
     try:
         # Not standalone: typer would print a mistyped option in a box of many lines.
         code: int | None = app(prog_name="treering", standalone_mode=False)

@@ -59,7 +59,6 @@ def _hub_base(config: Mapping[str, Any]) -> str | None:
 
 
 def _metadata(config: Mapping[str, Any], *, takes_images: bool) -> str:
-    """Return the metadata by which the hub sorts and links models."""
     base = _hub_base(config)
     lines = [
         *([] if base is None else [f"base_model: {base}"]),
@@ -127,14 +126,11 @@ def _settings(config: Mapping[str, Any]) -> str:
     lines: list[str] = []
     for name in _SECTIONS:
         values = {} if not is_used.get(name, True) else section_of(config, name)
-        own = [pair(key, value) for key, value in values.items() if _is_shown(key, value)]
+        # Names of folders say more about a machine than about a model.
+        shown = {key: value for key, value in values.items() if value is not None and key not in ("path", "revision")}
+        own = [pair(key, value) for key, value in shown.items()]
         lines += [section(name, own)] if own else []
     return f"```toml{''.join(lines).rstrip()}\n```"
-
-
-def _is_shown(key: str, value: object) -> bool:
-    # Names of folders say more about a machine than about a model.
-    return value is not None and key not in ("path", "revision")
 
 
 def _table(facts: Mapping[str, str]) -> str:

@@ -20,9 +20,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.hub import find_folder
-from treering.config.lora import LoraOptions
-from treering.config.model import ModelConfig
+from treering.cli.hub import find_folder, find_model
+from treering.config.model import DistillOptions, LoraOptions, ModelConfig
 from treering.data.rendering.encoder import open_tokenizer
 from treering.errors import ConfigError, InputError
 from treering.extras import require
@@ -166,35 +165,37 @@ def build_model(
         base = str(folder.resolve()) if config.revision is None else str(config.path)
         add_lora(model, lora, base=base, revision=config.revision)
     if config.vision == "frozen":
-        _freeze_vision(model)
+        # Only the language model, its head and their adapters stay trainable.
+        for name, weight in model.named_parameters():
+            if not any(part in name.split(".") for part in ("language_model", "lm_head")):
+                weight.requires_grad_(False)
     return model.to(device)
 
 
-def _freeze_vision(model: PreTrainedModel) -> None:
-    """Leave only the language model, its head and their adapters trainable."""
-    for name, weight in model.named_parameters():
-        if not any(part in name.split(".") for part in ("language_model", "lm_head")):
-            weight.requires_grad_(False)
-
-
-def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -> PreTrainedModel:
-    """Return the teacher in a folder, in the student's compute type, on its device, without gradients.
+def find_teacher(
+    teacher: DistillOptions, student: ModelConfig, config_dir: Path, *, tokenizer: Path | None
+) -> PreTrainedModel | None:
+    """Return the teacher in the student's compute type, on its device, without gradients; None without one.
 
     Args:
-        folder: of the teacher.
-        config: the student's [model] section.
+        teacher: the [teacher] section.
+        student: the [model] section.
+        config_dir: folder of the configuration file.
         tokenizer: folder of the tokenizer of the student and its data; None if ids are not from one.
 
     Raises:
-        InputError: the folder has no model, or a tokenizer whose tokens differ from the student's.
+        InputError: its folder has no model, or a tokenizer whose tokens differ from the student's.
 
     Example: the teacher of a student in bfloat16 has bfloat16 weights.
     """
+    folder = find_model(teacher, config_dir, setting="teacher.path")
+    if folder is None:
+        return None
     if tokenizer is not None:
         _check_same_tokenizer(folder, tokenizer)
     model = _load(folder, setting="teacher.path").eval().requires_grad_(False)
-    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    return model.to(choose_device(config.device), dtype)
+    dtype = torch.bfloat16 if student.dtype == "bfloat16" else torch.float32
+    return model.to(choose_device(student.device), dtype)
 
 
 def load_checkpoint(folder: Path, *, takes_images: bool = False) -> nn.Module:
@@ -232,7 +233,6 @@ def base_of(folder: Path) -> Path:
 
 
 def _check_same_tokenizer(folder: Path, tokenizer: Path) -> None:
-    """Compare the tokens if both folders have the file of fast tokenizers."""
     files = [each / "tokenizer.json" for each in (folder, tokenizer)]
     if not all(file.is_file() for file in files):
         return
@@ -274,7 +274,6 @@ def tokenizer_note(model: PreTrainedModel, folder: Path | None, tokenizer: Path 
 
 
 def _check_own_tokenizer(folder: Path, given: Tokenizer, tokenizer: Path) -> None:
-    """Compare the ids of tokens that both have; added and renamed tokens are ignored."""
     if tokenizer.resolve() == folder.resolve() or not (folder / "tokenizer.json").is_file():
         return
     ours, theirs = open_tokenizer(folder).get_vocab(), given.get_vocab()
@@ -287,7 +286,6 @@ def _check_own_tokenizer(folder: Path, given: Tokenizer, tokenizer: Path) -> Non
 
 
 def _ends_and_begins(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Yield the ids with which a model begins and ends texts, by name."""
     for settings in (model.config.get_text_config(), model.generation_config):
         for name in ("bos_token_id", "eos_token_id"):
             value = getattr(settings, name, None)
@@ -308,15 +306,16 @@ def choose_device(requested: str) -> torch.device:
 
 def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
+    num_heads = max(2, config.hidden_size // 32)
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=num_ids,
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_heads // (1 if config.num_heads % 2 else 2),
-            head_dim=config.hidden_size // config.num_heads,
-            intermediate_size=config.intermediate_size,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads // (1 if num_heads % 2 else 2),
+            head_dim=config.hidden_size // num_heads,
+            intermediate_size=3 * config.hidden_size,
             tie_word_embeddings=True,
             # Random weights do not prefer any position.
             max_position_embeddings=1 << 20,
@@ -351,7 +350,6 @@ def _load(folder: Path, setting: str = "model.path", *, takes_images: bool = Fal
 
 
 def _check_kind(folder: Path, kind: object, setting: str, *, takes_images: bool) -> None:
-    """Refuse a text model for data with images, and an image model for data with only text."""
     if takes_images and kind not in IMAGE_FAMILIES:
         raise InputError(
             f"the data has images, but {folder} holds a model of type {kind!r}; use one of {', '.join(IMAGE_FAMILIES)}"
@@ -365,7 +363,6 @@ def _check_kind(folder: Path, kind: object, setting: str, *, takes_images: bool)
 
 @contextmanager
 def _refused_by_name(folder: Path, described: Mapping[str, Any], setting: str) -> Iterator[None]:
-    """Explain why transformers cannot load a folder, and what to do."""
     try:
         yield
     except ImportError as error:
@@ -416,7 +413,6 @@ def _check_rope(folder: Path, described: Mapping[str, Any]) -> None:
 
 
 def _check_loaded(folder: Path, name: str, loaded: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose weights are not exactly those of the model."""
     problems = [
         *(f"{key} is missing" for key in sorted(loaded["missing_keys"])),
         *(f"{key} is {list(there)} instead of {list(here)}" for key, there, here in sorted(loaded["mismatched_keys"])),
@@ -432,7 +428,6 @@ def _check_loaded(folder: Path, name: str, loaded: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silence transformers' report on weights that do not fit."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

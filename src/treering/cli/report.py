@@ -12,9 +12,9 @@ from treering.cli.inspect.drafts import rollout_files
 from treering.data import Trajectory, data_folder, read_trajectories
 from treering.errors import ConfigError, TreeringError, plural
 from treering.extras import require
-from treering.files.writing import check_regular, write_file, write_text, writing
+from treering.files.writing import CHECKPOINTS_FOLDER, check_regular, write_file, write_text, writing
 from treering.history.draft.kernel import propose
-from treering.report.content import CHECKPOINTS_FOLDER, TextOf, mean_advantage, page_content
+from treering.report.content import TextOf, mean_advantage, page_content
 from treering.report.page import as_html
 from treering.report.run_data import RunData, is_training, read_runs, section_of
 
@@ -113,7 +113,17 @@ def write_parquet(folder: Path, file: Path) -> int:
     import pyarrow as pa
     from pyarrow import parquet
 
-    schema = _schema(pa)
+    integer, number, text = pa.int64(), pa.float64(), pa.string()
+    schema = pa.schema(
+        [
+            *((name, text) for name in ("run", "prompt_id", "prompt", "response")),
+            *((name, integer) for name in ("epoch", "step", "version", "num_tokens", "num_sampled")),
+            *((name, number) for name in ("reward", "advantage")),
+            ("tokens", pa.list_(pa.int32())),
+            ("loss_mask", pa.list_(pa.bool_())),
+            ("logprobs", pa.list_(number)),
+        ]
+    )
     num_rows = 0
 
     def fill(draft: Path) -> None:
@@ -127,20 +137,6 @@ def write_parquet(folder: Path, file: Path) -> int:
         check_regular(file)
         write_file(file, fill)
     return num_rows
-
-
-def _schema(pa: Any) -> Any:
-    integer, number, text = pa.int64(), pa.float64(), pa.string()
-    return pa.schema(
-        [
-            *((name, text) for name in ("run", "prompt_id", "prompt", "response")),
-            *((name, integer) for name in ("epoch", "step", "version", "num_tokens", "num_sampled")),
-            *((name, number) for name in ("reward", "advantage")),
-            ("tokens", pa.list_(pa.int32())),
-            ("loss_mask", pa.list_(pa.bool_())),
-            ("logprobs", pa.list_(number)),
-        ]
-    )
 
 
 def _row_groups(folder: Path) -> Iterator[list[dict[str, Any]]]:
@@ -191,17 +187,13 @@ def find_text(run: RunData) -> Callable[[int], str] | None:
     folder = _tokenizer_folder(run)
     try:
         if section_of(run.config, "task").get("kind") == "sums":
-            return _text_of_symbols()
+            from treering.rl.tasks.sums import ChainedSums
+
+            symbols = ChainedSums.symbols
+            return lambda token: symbols[token] if token < len(symbols) else f"[{token}]"
         return None if folder is None else _text_of_tokenizer(folder)
     except (ImportError, TreeringError):
         return None
-
-
-def _text_of_symbols() -> Callable[[int], str]:
-    from treering.rl.tasks.sums import ChainedSums
-
-    symbols = ChainedSums.symbols
-    return lambda token: symbols[token] if token < len(symbols) else f"[{token}]"
 
 
 def _text_of_tokenizer(folder: Path) -> Callable[[int], str]:

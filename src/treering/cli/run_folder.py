@@ -10,16 +10,15 @@ from typing import Any
 from rich.console import Console
 
 from treering.config import Config
-from treering.config.metric_sinks import MetricsConfig
-from treering.config.run import RunConfig
+from treering.config.run import MetricsConfig, RunConfig
 from treering.errors import StateError
 from treering.files.lock import FileLock
-from treering.files.writing import check_regular, writing
-from treering.metrics import JsonlSink, Sink
+from treering.files.writing import CHECKPOINTS_FOLDER, check_regular, writing
+from treering.metrics import METRICS_FILE, JsonlSink, Sink
 from treering.report.rollout_views import ROLLOUTS_FOLDER, SAMPLES_FILE
 from treering.report.run_data import CONFIG_FILE, LOCK_FILE, STARTS_FILE, TIMELINE_FILE
 from treering.trackers import TENSORBOARD_FOLDER, TRACKERS_FILE, TrackerSink
-from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE, Opened, write_json
+from treering.train.loop.saved_run import RUN_FILE, Opened, write_json
 
 HISTORY_FOLDER = "history"
 SHARED_HISTORY_FOLDER = "history-shared"
@@ -78,7 +77,6 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _clear_drafts(folder: Path) -> None:
-    """Remove unfinished files of a killed process."""
     for name in (*_FILES, f"{ROLLOUTS_FOLDER}/epoch-*"):
         path = folder / name
         for draft in path.parent.glob(f".{path.name}.*"):

@@ -25,34 +25,25 @@ from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import HISTORY_FOLDER, locked, open_sinks, warnings_on_console, write_settings
 from treering.cli.signals import deferred_to
 from treering.config import Config, RlConfig, SftConfig
-from treering.config.distill_options import DistillOptions
-from treering.config.model import ModelConfig
+from treering.config.model import DistillOptions, ModelConfig
 from treering.config.rl_task import TaskConfig
+from treering.config.sections import TrainingConfig
 from treering.config.sft_config import DataConfig
-from treering.config.steps import StepsOptions
 from treering.data import Renderer
 from treering.errors import ConfigError, plural
 from treering.extras import versions_of
-from treering.files.writing import writing
-from treering.metrics import Metrics
+from treering.files.writing import CHECKPOINTS_FOLDER, writing
+from treering.metrics import METRICS_FILE, Metrics
 from treering.model.context import tree_attention
 from treering.ranks.group import RankGroup, all_ranks
-from treering.report.run_data import CONFIG_FILE, STARTS_FILE, note_start
+from treering.report.run_data import CONFIG_FILE, STARTS_FILE, Row, note_start
 from treering.rl.tasks.text_tokens import TextTokens
 from treering.train.loop.batches import StepTasks
-from treering.train.loop.checkpoint import CheckpointStore, Identity, ReportT, Resumable
+from treering.train.loop.checkpoint import CheckpointStore, Identity, ReportT, Resumable, checkpoint_path
 from treering.train.loop.compute import precision
 from treering.train.loop.held_out import Evaluation, Measure, best_step
 from treering.train.loop.lora_adapters import base_checksum
-from treering.train.loop.saved_run import (
-    CHECKPOINTS_FOLDER,
-    METRICS_FILE,
-    Interruption,
-    Opened,
-    knows_first,
-    open_run,
-    run_steps,
-)
+from treering.train.loop.saved_run import Interruption, Opened, knows_first, open_run, run_steps
 
 ConfigT = TypeVar("ConfigT", SftConfig, RlConfig)
 SectionT = TypeVar("SectionT", ModelConfig, DistillOptions)
@@ -140,11 +131,10 @@ def training_identity(config: SftConfig | RlConfig, model: PreTrainedModel) -> d
 
     With a constant learning rate the length is excluded: a finished run may continue with a larger num_steps.
     """
-    name, section = ("rl", config.rl) if isinstance(config, RlConfig) else ("train", config.train)
     free = _FREE_TO_CHANGE | (_LENGTH if config.optim.schedule == "constant" else frozenset())
     return {
         **model_identity(config, model),
-        **section_identity(name, section, free=free),
+        **section_identity(config.steps_name, config.steps, free=free),
         **section_identity("optim", config.optim),
         **section_identity("teacher", config.teacher),
     }
@@ -204,23 +194,22 @@ _MANY_PARTITIONS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
-    """Length of a run, and the settings that determine it.
+    """Length of a run.
 
     Attributes:
-        section: name of the settings' section, such as "train".
-        per_step: setting of tasks per step, such as "trees_per_step".
-        step_tasks: tasks of each step.
-        num_steps: as set; None for no limit.
-        num_epochs: as set; None for no limit. The earlier limit ends the run.
-        schedule: learning-rate schedule.
+        config: settings of the run; `sft` needs its step size resolved first.
+        num_tasks: tasks, or prompts, to train on.
     """
 
-    section: str
-    per_step: str
-    step_tasks: StepTasks
-    num_steps: int | None
-    num_epochs: int | None
-    schedule: Literal["constant", "linear", "cosine"]
+    config: TrainingConfig
+    num_tasks: int
+
+    @property
+    def step_tasks(self) -> StepTasks:
+        """Tasks of each step."""
+        steps = self.config.steps
+        size = getattr(steps, self.config.step_size_name)
+        return StepTasks(num_tasks=self.num_tasks, trees_per_step=size, seed=steps.seed)
 
     @property
     def total(self) -> int:
@@ -228,18 +217,20 @@ class RunLength:
 
         Example: 5 tasks, 2 per step and 2 epochs are 6 steps.
         """
-        limits = [
-            self.num_steps,
-            None if self.num_epochs is None else self.num_epochs * self.step_tasks.steps_per_epoch,
-        ]
+        num_steps, num_epochs = self.config.steps.num_steps, self.config.steps.num_epochs
+        limits = [num_steps, None if num_epochs is None else num_epochs * self.step_tasks.steps_per_epoch]
         return min(limit for limit in limits if limit is not None)
 
     def short_note(self) -> str | None:
         """Return why the run has few steps and what gives more; None if it has enough, or as many as were set."""
-        if self.total >= _FEW_STEPS or self.total == self.num_steps:
+        config, tasks = self.config, self.step_tasks
+        if self.total >= _FEW_STEPS or self.total == config.steps.num_steps:
             return None
-        tasks = self.step_tasks
-        lower = f", or lower {self.section}.{self.per_step}" if tasks.trees_per_step > 1 and tasks.num_tasks > 1 else ""
+        lower = (
+            f", or lower {config.steps_name}.{config.step_size_name}"
+            if tasks.trees_per_step > 1 and tasks.num_tasks > 1
+            else ""
+        )
         return (
             f"this run is short, {plural(self.total, 'step')}: an epoch is {plural(tasks.num_tasks, 'task')}, "
             f"{tasks.trees_per_step} a step; raise {self._ending}{lower}"
@@ -253,9 +244,10 @@ class RunLength:
         if step < self.total:
             return f"resuming the run in {run_dir} after step {step}"
         begin = f"the run in {run_dir} is complete after step {step}"
-        if self.schedule == "constant":
+        schedule = self.config.optim.schedule
+        if schedule == "constant":
             return f"{begin}; raise {self._ending} to continue"
-        return f'{begin}; its learning-rate schedule "{self.schedule}" has ended, so continue in another run.dir'
+        return f'{begin}; its learning-rate schedule "{schedule}" has ended, so continue in another run.dir'
 
     @property
     def in_words(self) -> str:
@@ -265,29 +257,9 @@ class RunLength:
 
     @property
     def _ending(self) -> str:
-        """Setting that ends the run."""
-        name, value = ("num_steps", self.num_steps) if self.total == self.num_steps else ("num_epochs", self.num_epochs)
-        return f"{self.section}.{name} (now {value})"
-
-
-def run_length(config: SftConfig | RlConfig, num_tasks: int) -> RunLength:
-    """Return the length of a run; `sft` needs its step size resolved first."""
-    steps: StepsOptions
-    if isinstance(config, SftConfig):
-        section, per_step, steps = "train", "trees_per_step", config.train
-        size = int(config.train.trees_per_step)
-    else:
-        section, per_step, steps = "rl", "prompts_per_step", config.rl
-        size = config.rl.prompts_per_step
-    step_tasks = StepTasks(num_tasks=num_tasks, trees_per_step=size, seed=steps.seed)
-    return RunLength(
-        section=section,
-        per_step=per_step,
-        step_tasks=step_tasks,
-        num_steps=steps.num_steps,
-        num_epochs=steps.num_epochs,
-        schedule=config.optim.schedule,
-    )
+        steps = self.config.steps
+        name = "num_steps" if self.total == steps.num_steps else "num_epochs"
+        return f"{self.config.steps_name}.{name} (now {getattr(steps, name)})"
 
 
 def budget_note(setting: str, max_tokens: int | Literal["auto"], longest: int) -> str | None:
@@ -377,9 +349,30 @@ def _turns_text(tokens: TextTokens, renderer: Renderer | None, stops: Sequence[i
     return f"{what}, see `tokenizer.apply_chat_template`; {ends}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSummary:
+    """Result of a call of `treering sft` or `treering train`; figures cover the steps of this call only."""
+
+    run_dir: str
+    num_parameters: int
+    resumed_from_step: int | None
+    """Last step of earlier calls; None for a new run."""
+    num_steps: int
+    """Steps of the whole run."""
+    checkpoint: str
+    """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
+    evaluations: Sequence[Row] = ()
+    """Measurements of this call on held-out data: "step", and the names of `treering.metrics`."""
+
+    def steps_cell(self, *more: str) -> str:
+        """Return the number of steps with more about them, for a table."""
+        resumed = [] if self.resumed_from_step is None else [f"resumed after {self.resumed_from_step}"]
+        return ", ".join([str(self.num_steps), *more, *resumed])
+
+
 @dataclass(kw_only=True, eq=False)
 class TrainingRun(Generic[ReportT]):
-    """A run in its folder: `open` it, `begin` its steps, and `show` them.
+    """A run in its folder: `open` it, `prepare` its steps, and run them to the end.
 
     Attributes:
         config: settings of the run.
@@ -389,8 +382,8 @@ class TrainingRun(Generic[ReportT]):
         console: writes to stderr.
         unit: name of a step.
         opened: whether and where the run resumes; set by `open`.
-        evaluation: evaluation of held-out data, None without any; set by `begin`.
-        steps: trains, logs and saves one step per item, its report; set by `begin`.
+        evaluation: evaluation of held-out data, None without any; set by `prepare`.
+        steps: trains, logs and saves one step per item, its report; set by `prepare`.
         interruption: ends the steps at a signal.
     """
 
@@ -476,6 +469,18 @@ class TrainingRun(Generic[ReportT]):
             interruption=self.interruption,
             on_saved=SavingNote(self.console),
         )
+
+    def summary_of(self, reports: Sequence[ReportT]) -> dict[str, Any]:
+        """Return the fields of `CallSummary` after the steps of this call."""
+        last_step = reports[-1].step if reports else self.opened.step
+        return {
+            "run_dir": str(self.config.run.dir),
+            "num_parameters": sum(weight.numel() for weight in self.loop.model.parameters()),
+            "resumed_from_step": self.opened.resume_step,
+            "num_steps": last_step,
+            "checkpoint": str(checkpoint_path(self.config.run.dir / CHECKPOINTS_FOLDER, last_step)),
+            "evaluations": () if self.evaluation is None else tuple(self.evaluation.measured),
+        }
 
     def run_to_end(self, notes_of: Callable[[ReportT], Sequence[str]] = lambda report: ()) -> list[ReportT]:
         """Run the steps, show each with its notes, and save before a signal ends them."""

@@ -3,7 +3,6 @@
 The configuration is imported only when help is asked for, so that no other command waits for it.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from treering.cli.display import PlainConsole
+from treering.cli.toml import as_toml
 
 if TYPE_CHECKING:
     from treering.config import Config
@@ -113,7 +113,7 @@ def kind_in_words(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(kind_in_words(one) for one in schema["anyOf"] if one != {"type": "null"})
     if choices := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
-        *first, last = map(_toml, choices)
+        *first, last = map(as_toml, choices)
         return f"{', '.join(first)} or {last}" if first else last
     if parts := schema.get("prefixItems"):
         return f"[{', '.join(map(kind_in_words, parts))}]"
@@ -150,16 +150,9 @@ def _setting(key: str, field: Mapping[str, Any]) -> Setting:
     return Setting(
         key=key,
         kind=kind_in_words(field),
-        default=None if default is None else _toml(default),
+        default=None if default is None else as_toml(default),
         description=_one_line(field["description"]),
     )
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict) and value:
-        return f"{{ {', '.join(f'{key} = {_toml(one)}' for key, one in value.items())} }}"
-    # TOML and JSON write strings, numbers, booleans and arrays alike.
-    return json.dumps(value)
 
 
 def _one_line(text: str) -> str:

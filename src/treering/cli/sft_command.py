@@ -17,8 +17,9 @@ from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.data_files import show_build
 from treering.cli.display import WorkProgress, facts_table, note_compiling, note_doing
 from treering.cli.hub import find_model
-from treering.cli.models import build_model, load_teacher, tokenizer_note
+from treering.cli.models import build_model, find_teacher, tokenizer_note
 from treering.cli.session import (
+    CallSummary,
     RunLength,
     Scalar,
     TrainingRun,
@@ -26,7 +27,6 @@ from treering.cli.session import (
     budget_note,
     checkpoint_store,
     join_run,
-    run_length,
     training_identity,
 )
 from treering.config import SftConfig
@@ -34,12 +34,11 @@ from treering.data import Trajectory, write_trajectories
 from treering.errors import plural
 from treering.ranks.group import RankGroup
 from treering.report.rollout_views import MAX_DRAWN_PROMPTS, MAX_DRAWN_TOKENS, SAMPLES_FILE
-from treering.report.run_data import Row, held_out
+from treering.report.run_data import held_out
 from treering.train.loop.batches import TrainingTask, step_size
-from treering.train.loop.checkpoint import NAME, StepReport, checkpoint_path
+from treering.train.loop.checkpoint import NAME, StepReport
 from treering.train.loop.compute import shard_model
 from treering.train.loop.held_out import HeldOutLoss
-from treering.train.loop.saved_run import CHECKPOINTS_FOLDER
 from treering.train.loop.sft_loop import SftLoop
 from treering.tree.radix import fill_forest
 
@@ -91,7 +90,11 @@ def split_corpus(
     if section.files:
         held = read_files(config, config_dir=config_dir, model=model)
     else:
-        trained, held = _shared_out(config, corpus)
+        ids = [task.task_id for task in corpus.tasks]
+        both = list(zip(corpus.tasks, section.held_out(ids, "tasks"), strict=True))
+        notes = (*corpus.notes, *section.share_notes(ids, "tasks"))
+        trained = replace(corpus, tasks=tuple(task for task, is_held in both if not is_held), notes=notes)
+        held = replace(corpus, tasks=tuple(task for task, is_held in both if is_held), notes=())
     return replace(trained, notes=(*trained.notes, *_notes(held, trained))), held
 
 
@@ -101,18 +104,7 @@ def read_files(config: SftConfig, *, config_dir: Path, model: Path | None) -> Co
     return load_corpus(data, config_dir=config_dir, model=model)
 
 
-def _shared_out(config: SftConfig, corpus: Corpus) -> tuple[Corpus, Corpus]:
-    section = config.eval
-    ids = [task.task_id for task in corpus.tasks]
-    both = list(zip(corpus.tasks, section.held_out(ids, "tasks"), strict=True))
-    notes = (*corpus.notes, *section.share_notes(ids, "tasks"))
-    trained = replace(corpus, tasks=tuple(task for task, is_held in both if not is_held), notes=notes)
-    held = tuple(task for task, is_held in both if is_held)
-    return trained, replace(corpus, tasks=held, notes=())
-
-
 def _notes(held: Corpus, trained: Corpus) -> list[str]:
-    """Return notes on the held-out tasks and their overlap with training."""
     known = {digest for task in trained.tasks for digest in _digests(task)}
     trained.release()
     common = [task for task in held.tasks if not known.isdisjoint(_digests(task))]
@@ -126,7 +118,6 @@ def _notes(held: Corpus, trained: Corpus) -> list[str]:
 
 
 def _digests(task: TrainingTask) -> Iterator[bytes]:
-    """Yield a digest of each sequence, by its tokens and images."""
     for sequence, images in zip_longest(task.sequences, task.images, fillvalue=()):
         digest = hashlib.blake2b(np.ascontiguousarray(sequence).data, digest_size=16)
         for placed in images:
@@ -151,18 +142,12 @@ def identity(config: SftConfig, corpus: Corpus, model: PreTrainedModel) -> dict[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftSummary:
-    """Result of a call of `treering sft`; figures cover the steps of this call only."""
+class SftSummary(CallSummary):
+    """Result of a call of `treering sft`."""
 
-    run_dir: str
     data: Literal["files", "generated"]
     """"files", or "generated" for the generated stand-in data."""
     num_tasks: int
-    num_parameters: int
-    resumed_from_step: int | None
-    """Last step of earlier calls; None for a new run."""
-    num_steps: int
-    """Steps of the whole run."""
     first_loss: float | None
     """Loss of this call's first step; None if it ran no step."""
     last_loss: float | None
@@ -175,10 +160,6 @@ class SftSummary:
     """Forward passes; more than steps if a step's trees do not fit `max_batch_tokens` together."""
     flat_tokens_per_s: float
     unique_tokens_per_s: float
-    checkpoint: str
-    """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
-    evaluations: Sequence[Row] = ()
-    """Measurements of this call on held-out data: "step", and the names of `treering.metrics`."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -192,18 +173,13 @@ class SftRun(TrainingRun[StepReport]):
 
 def summary_of(run: SftRun, reports: Sequence[StepReport]) -> SftSummary:
     """Sum up the steps of a call."""
-    config, corpus, opened = run.config, run.corpus, run.opened
     flat = sum(report.update.num_branch_tokens for report in reports)
     unique = sum(report.update.num_tokens for report in reports)
     seconds = sum(report.seconds for report in reports)
-    last_step = reports[-1].step if reports else opened.step
     return SftSummary(
-        run_dir=str(config.run.dir),
-        data=corpus.source,
-        num_tasks=len(corpus.tasks),
-        num_parameters=sum(weight.numel() for weight in run.loop.model.parameters()),
-        resumed_from_step=opened.resume_step,
-        num_steps=last_step,
+        **run.summary_of(reports),
+        data=run.corpus.source,
+        num_tasks=len(run.corpus.tasks),
         first_loss=reports[0].update.loss if reports else None,
         last_loss=reports[-1].update.loss if reports else None,
         seconds=seconds,
@@ -213,8 +189,6 @@ def summary_of(run: SftRun, reports: Sequence[StepReport]) -> SftSummary:
         num_micro_batches=sum(report.update.num_micro_batches for report in reports),
         flat_tokens_per_s=flat / seconds if seconds else 0.0,
         unique_tokens_per_s=unique / seconds if seconds else 0.0,
-        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
-        evaluations=() if run.evaluation is None else tuple(run.evaluation.measured),
     )
 
 
@@ -223,7 +197,7 @@ def as_table(summary: SftSummary) -> Table:
     rows = {
         "data": f"{summary.data}, {summary.num_tasks} tasks",
         "model": f"{summary.num_parameters:,} parameters",
-        "steps": _steps_cell(summary),
+        "steps": summary.steps_cell(),
         "loss": _loss_cell(summary),
         **held_out(summary.evaluations),
         "seconds": f"{summary.seconds:,.1f}",
@@ -244,12 +218,6 @@ def _loss_cell(summary: SftSummary) -> str:
     return f"{summary.first_loss:.3f} -> {summary.last_loss:.3f}"
 
 
-def _steps_cell(summary: SftSummary) -> str:
-    if summary.resumed_from_step is None:
-        return str(summary.num_steps)
-    return f"{summary.num_steps}, resumed after {summary.resumed_from_step}"
-
-
 def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
     """Start or resume the run of a configuration, whose file is in the folder `config_dir`."""
     with join_run(config.run.dir) as rank_group:
@@ -258,9 +226,12 @@ def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummar
 
 def _train(config: SftConfig, config_dir: Path, console: Console, rank_group: RankGroup) -> SftSummary:
     folder = find_model(config.model, config_dir)
-    corpus, held = _read(config, config_dir, folder, console)
+    note_doing(console, "reading the data")
+    with WorkProgress(console) as reading:
+        corpus = load_corpus(config.data, config_dir=config_dir, model=folder, on_build=partial(show_build, reading))
+    corpus, held = split_corpus(config, corpus, config_dir=config_dir, model=folder)
     config = with_step_size(config, len(corpus.tasks), rank_group.size)
-    length = run_length(config, len(corpus.tasks))
+    length = RunLength(config=config, num_tasks=len(corpus.tasks))
     note_doing(console, "loading the model")
     model = build_model(
         config.model,
@@ -275,7 +246,11 @@ def _train(config: SftConfig, config_dir: Path, console: Console, rank_group: Ra
     note_compiling(console, fill_forest)
     # The identity needs the weights before they are sharded.
     checkpoints = checkpoint_store(config, model, identity(config, corpus, model), corpus, rank_group)
-    loop = _make_loop(config, config_dir, corpus, model, length.total, rank_group)
+    teacher = find_teacher(config.teacher, config.model, config_dir, tokenizer=corpus.tokenizer)
+    if rank_group.size > 1:
+        shard_model(model, config.model.autocast)
+    optim = config.optim.changed(num_steps=length.total)
+    loop = SftLoop(model, corpus.tasks, optim=optim, options=config.options, teacher=teacher, rank_group=rank_group)
     run = SftRun(
         config=config, corpus=corpus, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console
     )
@@ -290,20 +265,17 @@ def _train(config: SftConfig, config_dir: Path, console: Console, rank_group: Ra
         )
     with run.metrics() as metrics:
         run.prepare(metrics, measure)
-        reports = run.run_to_end(partial(_notes_of, corpus))
+
+        def notes_of(report: StepReport) -> Sequence[str]:
+            # Free the data that the step has read: it is not needed before the next epoch.
+            corpus.release()
+            return report.update.notes
+
+        reports = run.run_to_end(notes_of)
     return summary_of(run, reports)
 
 
-def _read(config: SftConfig, config_dir: Path, model: Path | None, console: Console) -> tuple[Corpus, Corpus | None]:
-    """Read the data; return the part to train on and the held-out part."""
-    note_doing(console, "reading the data")
-    with WorkProgress(console) as reading:
-        corpus = load_corpus(config.data, config_dir=config_dir, model=model, on_build=partial(show_build, reading))
-    return split_corpus(config, corpus, config_dir=config_dir, model=model)
-
-
 def _announce(run: SftRun, model: PreTrainedModel, length: RunLength) -> None:
-    """Print what is trained, and keep samples of a new run's data."""
     config, tasks = run.config, run.corpus.tasks
     lengths = [sequence.size for task in tasks for sequence in task.sequences]
     run.print_lines(
@@ -313,26 +285,3 @@ def _announce(run: SftRun, model: PreTrainedModel, length: RunLength) -> None:
     run.announce(length, model, what, run.checkpoints.rank_group.size)
     if run.opened.is_new:
         write_samples(config.run.dir, tasks)
-
-
-def _notes_of(corpus: Corpus, report: StepReport) -> Sequence[str]:
-    # Free the data that the step has read: it is not needed before the next epoch.
-    corpus.release()
-    return report.update.notes
-
-
-def _make_loop(
-    config: SftConfig,
-    config_dir: Path,
-    corpus: Corpus,
-    model: PreTrainedModel,
-    num_steps: int,
-    rank_group: RankGroup,
-) -> SftLoop:
-    teacher = None
-    if folder := find_model(config.teacher, config_dir, setting="teacher.path"):
-        teacher = load_teacher(folder, config.model, tokenizer=corpus.tokenizer)
-    if rank_group.size > 1:
-        shard_model(model, config.model.autocast)
-    optim = config.optim.changed(num_steps=num_steps)
-    return SftLoop(model, corpus.tasks, optim=optim, options=config.options, teacher=teacher, rank_group=rank_group)

@@ -39,8 +39,6 @@ class EndRequest(Protocol):
 
 
 class _Handler:
-    """Handler of signals in the main thread."""
-
     def __init__(self, speaks: Callable[[], bool]) -> None:
         self.deferred: EndRequest | None = None
         self.announce: Callable[[str], object] = print

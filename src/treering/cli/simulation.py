@@ -5,24 +5,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from treering.cli.display import PlainConsole, WorkProgress, duration, figures_table
+from treering.cli.simulate import SimulateOptions
 from treering.errors import ConfigError, InputError, plural
 from treering.schedule.calibration import calibrate, share_moved_up
-from treering.schedule.cluster import Cluster, Latency, linear_latency
+from treering.schedule.cluster import Cluster, linear_latency
 from treering.schedule.histopipe import POLICIES, make_policy
 from treering.schedule.rehearsed import RehearsedTimeline, choose_rehearsals, draw_changes, simulate_rehearsed
 from treering.schedule.simulator import Timeline, bound_s, with_training
 from treering.schedule.simulator import simulate as simulate_policy
 from treering.schedule.traces import Trace, read_trace, synthetic_trace
-
-if TYPE_CHECKING:
-    from treering.cli.simulate import SimulateOptions
 
 SYNC = "sync"
 """FIFO over random static shards with a barrier after each step: the baseline of speedups."""
@@ -51,7 +48,7 @@ Row = dict[str, Any]
 """Figures of one policy: means over the cases, and the worst."""
 
 
-def run(options: "SimulateOptions") -> None:
+def run(options: SimulateOptions) -> None:
     """Simulate every policy on every case, and print the results as JSON or as a table.
 
     Raises:
@@ -81,7 +78,7 @@ def run(options: "SimulateOptions") -> None:
         console.print(sentence, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
-def make_cases(options: "SimulateOptions") -> list[Case]:
+def make_cases(options: SimulateOptions) -> list[Case]:
     """Make traces, from a log or a length distribution, and their workers: one case per seed; a log has one.
 
     Raises:
@@ -90,22 +87,6 @@ def make_cases(options: "SimulateOptions") -> list[Case]:
     """
     if not (isfinite(options.training) and options.training >= 0):
         raise ConfigError(f"--training must be a share of at least 0, got {options.training!r}")
-    latency = _latency(options)
-    if options.file is not None:
-        _check_nothing_made_up(options)
-        trace = _logged(options, options.file)
-        return [(trace, _cluster(options, trace, latency))]
-    return [_made_up(options, latency, seed) for seed in range(options.num_seeds or 1)]
-
-
-def _check_nothing_made_up(options: "SimulateOptions") -> None:
-    of_laws = {"lengths": options.lengths, "noise": options.noise, "seeds": options.num_seeds}
-    given = [f"--{name}" for name, value in of_laws.items() if value is not None]
-    if given:
-        raise ConfigError(f"FILE has its own rollouts, but {', '.join(given)} generates some; remove one of them")
-
-
-def _latency(options: "SimulateOptions") -> Latency:
     try:
         step_ms, row_ms = (float(part) for part in options.decode.split(","))
     except ValueError as error:
@@ -113,36 +94,38 @@ def _latency(options: "SimulateOptions") -> Latency:
             "--decode must be STEP,ROW, the milliseconds of a decode step and of one more row, such as 20,0.05, got "
             f"{options.decode!r}"
         ) from error
-    return linear_latency(
+    latency = linear_latency(
         step_s=step_ms / 1000, row_s=row_ms / 1000, prefill_s=options.prefill_ms / 1000, load_s=options.load_s
     )
-
-
-def _cluster(options: "SimulateOptions", trace: Trace, latency: Latency) -> Cluster:
-    cluster = Cluster(
-        num_workers=options.num_workers,
-        num_slots=options.num_slots,
-        max_tokens=trace.max_tokens,
-        staleness=options.staleness,
-        latency=latency,
-    )
-    return with_training(cluster, trace, options.training)
-
-
-def _logged(options: "SimulateOptions", file: Path) -> Trace:
-    trace = read_trace(file, num_rollouts=options.num_rollouts, staleness=options.staleness)
-    return Trace(steps=trace.steps[: options.num_steps], max_tokens=trace.max_tokens)
-
-
-def _made_up(options: "SimulateOptions", latency: Latency, seed: int) -> Case:
-    trace = synthetic_trace(
-        LENGTHS if options.lengths is None else options.lengths,
-        num_steps=options.num_steps or STEPS,
-        num_rollouts=options.num_rollouts or ROLLOUTS,
-        noise=NOISE if options.noise is None else options.noise,
-        seed=seed,
-    )
-    return trace, _cluster(options, trace, latency)
+    if options.file is None:
+        traces = [
+            synthetic_trace(
+                LENGTHS if options.lengths is None else options.lengths,
+                num_steps=options.num_steps or STEPS,
+                num_rollouts=options.num_rollouts or ROLLOUTS,
+                noise=NOISE if options.noise is None else options.noise,
+                seed=seed,
+            )
+            for seed in range(options.num_seeds or 1)
+        ]
+    else:
+        of_laws = {"lengths": options.lengths, "noise": options.noise, "seeds": options.num_seeds}
+        given = [f"--{name}" for name, value in of_laws.items() if value is not None]
+        if given:
+            raise ConfigError(f"FILE has its own rollouts, but {', '.join(given)} generates some; remove one of them")
+        logged = read_trace(options.file, num_rollouts=options.num_rollouts, staleness=options.staleness)
+        traces = [Trace(steps=logged.steps[: options.num_steps], max_tokens=logged.max_tokens)]
+    cases = []
+    for trace in traces:
+        cluster = Cluster(
+            num_workers=options.num_workers,
+            num_slots=options.num_slots,
+            max_tokens=trace.max_tokens,
+            staleness=options.staleness,
+            latency=latency,
+        )
+        cases.append((trace, with_training(cluster, trace, options.training)))
+    return cases
 
 
 def compare(staleness: int, cases: Sequence[Case], *, rehearse: float | None = None) -> list[Row]:
@@ -166,27 +149,20 @@ def compare(staleness: int, cases: Sequence[Case], *, rehearse: float | None = N
                 runs[name].append(simulate_policy(make_policy(policy), known, workers=workers))
                 count(1)
             if rehearse is not None:
-                rehearsed.append(_rehearsed(trace, cluster, rehearse, seed))
+                # Seeds of the chosen's own draws are far from those of the run.
+                chosen = choose_rehearsals(trace, cluster, change=rehearse, seed=1_000_000 + seed)
+                changes = draw_changes(trace, rehearse, seed=seed)
+                rehearsed.append(simulate_rehearsed(trace, cluster, chosen, rehearse, changes))
                 count(1)
     rows = [_row(name, setups[name][1], timelines, runs[SYNC]) for name, timelines in runs.items()]
     if rehearsed:
-        rows.append({**_row(REHEARSED, 0, rehearsed, runs[SYNC]), **_rehearsed_shares(rehearsed)})
+        sampled, early, kept = (
+            sum(int(np.sum(getattr(timeline, name))) for timeline in rehearsed)
+            for name in ("num_tokens", "num_rehearsed", "num_kept")
+        )
+        shares = {"rehearsed_share": early / sampled, "kept_share": kept / early if early else None}
+        rows.append({**_row(REHEARSED, 0, rehearsed, runs[SYNC]), **shares})
     return rows
-
-
-def _rehearsed(trace: Trace, cluster: Cluster, change: float, seed: int) -> RehearsedTimeline:
-    # Seeds of the chosen's own draws are far from those of the run.
-    chosen = choose_rehearsals(trace, cluster, change=change, seed=1_000_000 + seed)
-    return simulate_rehearsed(trace, cluster, chosen, change, draw_changes(trace, change, seed=seed))
-
-
-def _rehearsed_shares(timelines: Sequence[RehearsedTimeline]) -> Row:
-    """Return the rehearsed share of all tokens, and the kept share of the rehearsed ones."""
-    sampled, early, kept = (
-        sum(int(np.sum(getattr(timeline, name))) for timeline in timelines)
-        for name in ("num_tokens", "num_rehearsed", "num_kept")
-    )
-    return {"rehearsed_share": early / sampled, "kept_share": kept / early if early else None}
 
 
 def _without_forecast_waits(trace: Trace) -> Trace:
@@ -271,21 +247,17 @@ def about_predictions(trace: Trace) -> str:
     sizes = np.array([step.num_rollouts for step in trace.steps])
     shares = [share_moved_up(step.forecast.lengths, step.lengths) for step in trace.steps]
     moved_up = float(np.average(shares, weights=sizes))
+    waits = ""
+    if trace.has_waits:
+        turns = [step.turns for step in trace.steps if step.turns is not None]
+        count = np.concatenate([each.num_turns for each in turns]).mean()
+        mean_s = float(np.concatenate([each.total_wait_s for each in turns]).mean())
+        waits = f" A rollout has {count:.1f} turns and waits for {as_time(mean_s)} on average."
     return (
         f"Predictions: sigma {figures.sigma:.2f} and bias {figures.bias:+.2f} of the log ratio, rank correlation "
         f"{figures.spearman:.2f}; {moved_up:.0%} of a step's rollouts are in a longer one of 8 groups than predicted."
-        f"{_about_waits(trace)}"
+        f"{waits}"
     )
-
-
-def _about_waits(trace: Trace) -> str:
-    """Describe in a sentence a rollout's mean waiting time; empty if none waits."""
-    turns = [step.turns for step in trace.steps if step.turns is not None]
-    if not trace.has_waits:
-        return ""
-    counts = np.concatenate([each.num_turns for each in turns])
-    waits = np.concatenate([each.total_wait_s for each in turns])
-    return f" A rollout has {counts.mean():.1f} turns and waits for {as_time(float(waits.mean()))} on average."
 
 
 def as_time(time_s: float) -> str:

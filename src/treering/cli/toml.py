@@ -1,10 +1,13 @@
 """Write TOML: keys with values and comments, and sections."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
 
 _WIDTH = 100
+_BARE = re.compile(r"[\w-]+", re.ASCII)
+"""Keys that need no quotes."""
 
 
 def pair(key: str, value: object, comment: str = "") -> str:
@@ -12,9 +15,21 @@ def pair(key: str, value: object, comment: str = "") -> str:
 
     Example: `pair("seed", 3, "any number")` is the two lines "# any number" and "seed = 3".
     """
-    # TOML and JSON write strings, numbers, booleans and arrays alike, except that TOML must escape DEL.
-    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return comments(comment) + f"{key} = {text}\n"
+    return comments(comment) + f"{key} = {as_toml(value)}\n"
+
+
+def as_toml(value: object) -> str:
+    """Return a value; a table is inline, without its keys that are None.
+
+    Example: `as_toml({"temperature": 0.5, "stop": None})` is "{ temperature = 0.5 }".
+    """
+    if isinstance(value, Mapping) and value:
+        pairs = [(key if _BARE.fullmatch(key) else as_toml(key), one) for key, one in value.items() if one is not None]
+        return f"{{ {', '.join(f'{key} = {as_toml(one)}' for key, one in pairs)} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_toml, value))}]"
+    # TOML and JSON write strings, numbers and booleans alike, except that TOML must escape DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def comments(text: str) -> str:

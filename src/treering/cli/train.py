@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.display import note_compiling, note_doing
 from treering.cli.hub import find_model
-from treering.cli.models import build_model, load_teacher, tokenizer_note
+from treering.cli.models import build_model, find_teacher, tokenizer_note
 from treering.cli.run_folder import WARMUP_FOLDER, warnings_on_console
 from treering.cli.session import (
     RunLength,
@@ -23,7 +23,6 @@ from treering.cli.session import (
     budget_note,
     checkpoint_store,
     join_run,
-    run_length,
 )
 from treering.cli.train_engine import (
     check_room,
@@ -41,10 +40,11 @@ from treering.cli.train_engine import (
 from treering.cli.train_report import RlRun, TrainSummary, step_logs, summary_of
 from treering.cli.train_task import TaskSource, draw_sums
 from treering.config import RlConfig
-from treering.config.metric_sinks import RlMetricsConfig
 from treering.config.rl import RlRunConfig
+from treering.config.run import RlMetricsConfig
 from treering.engine.protocol import Engine
 from treering.errors import StateError, plural
+from treering.files.writing import CHECKPOINTS_FOLDER
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import propose
 from treering.ranks.group import RankGroup
@@ -66,7 +66,6 @@ from treering.train.loop.checkpoint import (
     set_random_state,
 )
 from treering.train.loop.compute import shard_model
-from treering.train.loop.saved_run import CHECKPOINTS_FOLDER
 from treering.train.loop.sft_loop import SftLoop
 from treering.tree.radix import fill_forest
 
@@ -88,8 +87,8 @@ class TrainRecipe:
     @property
     def max_batch(self) -> int:
         """Rollouts that an engine runs at a time, or episodes in flight."""
-        task, max_rows = self._config.task, self._config.engine.max_batch
-        return task.changed(max_rows=max_rows).num_in_flight if task.runs_episodes else max_rows
+        task = self._config.task_options
+        return task.num_in_flight if task.runs_episodes else task.max_rows
 
     def make_model(self) -> PreTrainedModel:
         """Build the configured model."""
@@ -148,6 +147,7 @@ def make_loop(
     reference = partial(make_reference, config, *folders, source.task.vocab_size, takes_images=source.has_images)
     optim, options = config.optim.changed(num_steps=num_steps), config.options
     if config.runtime.workers == 0:
+        policy = find_model(config.model, config_dir)
         make_engine = engine_factory(config, model if whole is None else whole, source)
         return RlLoop(
             model,
@@ -156,7 +156,7 @@ def make_loop(
             optim=optim,
             options=options,
             drafting=make_drafting(config),
-            teacher=_load_teacher(config, config_dir),
+            teacher=find_teacher(config.teacher, config.model, config_dir, tokenizer=policy),
             rank_group=rank_group,
             rollout_model=whole,
             reference=reference,
@@ -216,13 +216,6 @@ def make_actors(config: RlConfig) -> Actors:
         num_trainer_ranks=config.runtime.trainer_ranks,
         worker_cpus=config.engine.num_threads or 1,
     )
-
-
-def _load_teacher(config: RlConfig, config_dir: Path) -> PreTrainedModel | None:
-    folder = find_model(config.teacher, config_dir, setting="teacher.path")
-    if folder is None:
-        return None
-    return load_teacher(folder, config.model, tokenizer=find_model(config.model, config_dir))
 
 
 def warm_up(config: RlConfig, model: PreTrainedModel, rank_group: RankGroup, console: Console) -> None:
@@ -306,7 +299,7 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
         doubt = tokenizer_note(model, find_model(config.model, config_dir), source.tokenizer)
         note_doing(console, "preparing the first step")
         note_compiling(console, fill_forest, propose)
-        length = run_length(config, len(source.task.prompts))
+        length = RunLength(config=config, num_tasks=len(source.task.prompts))
         # The identity needs the weights before they are sharded.
         checkpoints = checkpoint_store(config, model, identity(config, source, model), source, rank_group)
         loop = make_loop(config, config_dir, source, model, num_steps=length.total, rank_group=rank_group)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,7 +22,6 @@ from treering.cli.session import (
 from treering.cli.train_task import TaskSource, load_task
 from treering.config import RlConfig
 from treering.config.optim import OptimOptions
-from treering.config.rl_task import TaskConfig
 from treering.config.sft_config import SftOptions
 from treering.config.steps import ComputeOptions
 from treering.engine.protocol import Engine, Sampling
@@ -43,10 +41,6 @@ from treering.train.loop.compute import fitting_threads
 from treering.train.loop.held_out import Measure
 from treering.train.loop.lora_adapters import weights_checksum
 from treering.train.progress import OnProgress
-
-if TYPE_CHECKING:
-    from treering.integrations.vllm.llm import LLMSettings
-
 
 # A resumed run may change where the judge is and how it is called, but not its model or question.
 _JUDGE_FREE = frozenset({"url"})
@@ -114,11 +108,25 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
 
 def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
     """Return a factory of engines that share one LLM, which drafts from the run's history if drafts are on."""
-    from treering.integrations.vllm.llm import make_llm
+    from treering.integrations.vllm.llm import DraftsInVLLM, LLMSettings, make_llm
     from treering.integrations.vllm.vllm_engine import VLLMEngine
 
+    engine, history = config.engine, config.history
+    drafts = DraftsInVLLM(
+        history=config.run.dir / SHARED_HISTORY_FOLDER,
+        max_draft=history.max_draft,
+        settings={name: getattr(history, name) for name in ("min_acceptance", "sources")},
+    )
+    settings = LLMSettings(
+        max_batch=engine.max_batch,
+        max_model_len=source.longest_prompt + config.sampling.max_tokens,
+        num_slots=_num_slots(config, source),
+        dtype=config.model.dtype,
+        num_threads=_engine_threads(config),
+        drafts=drafts if history.drafts == "on" else None,
+    )
     # An LLM takes half a minute to start, an engine no time.
-    llm = cache(lambda: make_llm(model, _llm_settings(config, source)))
+    llm = cache(lambda: make_llm(model, settings))
 
     def make_engine(drafter: Drafter | None, version: int) -> VLLMEngine:
         return VLLMEngine(
@@ -128,34 +136,14 @@ def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) 
             seed=config.rl.seed,
             decode=source.decode,
             truncated="recompute" if config.rl.old_logprobs == "recomputed" else "refuse",
-            verification=config.engine.verification,
+            verification=engine.verification,
             drafter=drafter,
         )
 
     return make_engine
 
 
-def _llm_settings(config: RlConfig, source: TaskSource) -> "LLMSettings":
-    from treering.integrations.vllm.llm import DraftsInVLLM, LLMSettings
-
-    engine, history = config.engine, config.history
-    drafts = DraftsInVLLM(
-        history=config.run.dir / SHARED_HISTORY_FOLDER,
-        max_draft=history.max_draft,
-        settings={name: getattr(history, name) for name in ("min_acceptance", "sources")},
-    )
-    return LLMSettings(
-        max_batch=engine.max_batch,
-        max_model_len=source.longest_prompt + config.sampling.max_tokens,
-        num_slots=_num_slots(config, source),
-        dtype=config.model.dtype,
-        num_threads=_engine_threads(config),
-        drafts=drafts if history.drafts == "on" else None,
-    )
-
-
 def _num_slots(config: RlConfig, source: TaskSource) -> int:
-    """Return the number of tokens whose keys and values an engine holds."""
     running = config.engine.max_batch * (source.longest_prompt + config.sampling.max_tokens) * source.room_factor
     prompts = min(config.rl.prompts_per_step * source.longest_prompt, running)
     return config.engine.max_tokens or running + prompts
@@ -208,6 +196,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
     task = config.task
     # Checkpoints do not hold the reference's weights: a resumed run reads them again.
     needs_reference = config.rl.kl > 0 and not config.lora.is_set
+    unread = ("verifiers", "renderer") if task.kind == "verifiers" else ()
     reward = task.reward
     if not isinstance(reward, str):
         reward = " + ".join(f"{each.weight} * {each.name}" for each in reward)
@@ -219,7 +208,8 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         "task.kind": task.kind,
         "task.reward": reward,
         "task.stop_tokens": str(task.stop_tokens),
-        **(_environment_identity(task) if task.runs_episodes else {}),
+        **{f"task.{name}": getattr(task, name) for name in ("env", "max_turn_tokens") if task.runs_episodes},
+        **{f"task.{name}": json.dumps(getattr(task, name), sort_keys=True) for name in unread},
         **({} if source.columns_digest is None else {"task.file": source.columns_digest}),
         **(section_identity("task.judge", task.judge, free=_JUDGE_FREE) if task.uses_judge else {}),
         "engine.seed": config.rl.seed,
@@ -227,15 +217,6 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         **section_identity("warmup", config.warmup),
         **section_identity("sampling", config.sampling),
     }
-
-
-def _environment_identity(task: TaskConfig) -> dict[str, Scalar]:
-    names = ("env", "max_turn_tokens")
-    own = {f"task.{name}": getattr(task, name) for name in names}
-    if task.kind != "verifiers":
-        return own
-    unread = {f"task.{name}": json.dumps(getattr(task, name), sort_keys=True) for name in ("verifiers", "renderer")}
-    return {**own, **unread}
 
 
 def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
@@ -255,14 +236,7 @@ def load_trained(config: RlConfig, config_dir: Path, shell_dir: Path = Path()) -
     `shell_dir` is the folder in which the run was started.
     """
     model = find_model(config.model, config_dir)
-    source = load_task(
-        config.task,
-        config_dir=config_dir,
-        shell_dir=shell_dir,
-        model=model,
-        max_rows=config.engine.max_batch,
-        reward_time_limit_s=config.runtime.reward_time_limit_s,
-    )
+    source = load_task(config.task_options, config_dir=config_dir, shell_dir=shell_dir, model=model)
     return source if config.eval.share is None else _part(source, config, held_out=False)
 
 
@@ -275,16 +249,10 @@ def load_held_out(config: RlConfig, config_dir: Path) -> TaskSource | None:
     section = config.eval
     if not section.is_set:
         return None
-    task = config.task
+    task = config.task_options
     if section.file is not None:
         task = task.model_copy(update={"file": section.file, "max_prompts": None})
-    source = load_task(
-        task,
-        config_dir=config_dir,
-        model=find_model(config.model, config_dir),
-        max_rows=config.engine.max_batch,
-        reward_time_limit_s=config.runtime.reward_time_limit_s,
-    )
+    source = load_task(task, config_dir=config_dir, model=find_model(config.model, config_dir))
     return source if section.file is not None else _part(source, config, held_out=True)
 
 

@@ -11,25 +11,22 @@ import numpy as np
 from rich.table import Table
 
 from treering.cli.display import facts_table
-from treering.cli.session import TrainingRun
+from treering.cli.session import CallSummary, TrainingRun
 from treering.cli.train_task import TaskSource
 from treering.closing import Closing
 from treering.config import RlConfig
-from treering.config.metric_sinks import RlMetricsConfig
 from treering.data import Trajectory
 from treering.errors import plural
 from treering.files.step_lines import append, reopen
 from treering.files.writing import check_regular, writing
-from treering.metrics import Completion, Metrics, num_logged
+from treering.metrics import METRICS_FILE, Completion, Metrics, num_logged
 from treering.report.rollout_views import ROLLOUTS_FOLDER
-from treering.report.run_data import TIMELINE_FILE, Row, held_out
+from treering.report.run_data import TIMELINE_FILE, held_out
 from treering.rl.loop import RlLoop
 from treering.rl.step_report import RlStepReport, RolloutLog, total_stats
 from treering.rl.tasks.sums import SumTask
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.cluster import Latency
-from treering.train.loop.checkpoint import checkpoint_path
-from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE
 from treering.types import TokenIds
 
 
@@ -72,11 +69,6 @@ class TimelineLog(Closing):
 
 MAX_CHARACTERS = 4000
 """Most characters of a prompt or completion in a table; the middle of a longer text is cut."""
-
-
-def is_table_due(config: RlMetricsConfig, step: int) -> bool:
-    """Return whether a step gets a table: the first and every tenth step do."""
-    return config.log_completions > 0 and (step == 1 or step % 10 == 0)
 
 
 def completions_of(trajectories: Sequence[Trajectory], num_rows: int, source: TaskSource) -> list[Completion]:
@@ -126,31 +118,23 @@ class RlRun(TrainingRun[RlStepReport]):
 
 def step_logs(run: RlRun, metrics: Metrics, stack: ExitStack) -> OnStep:
     """Return a function that writes each step's rollouts and completion tables and, with workers, the timeline."""
-    config, loop, log_rollouts = run.config, run.loop, _rollout_log(run)
-    timeline = None
+    config, loop, folder = run.config, run.loop, run.config.run.dir
+    rollouts = timeline = None
+    if config.run.rollouts == "on":
+        expected = num_logged(folder / METRICS_FILE)
+        rollouts = RolloutLog(folder / ROLLOUTS_FOLDER, resume_step=run.opened.resume_step, expected=expected)
     if isinstance(loop, PipelineLoop):
-        timeline = stack.enter_context(TimelineLog(config.run.dir / TIMELINE_FILE, resume_step=run.opened.resume_step))
+        timeline = stack.enter_context(TimelineLog(folder / TIMELINE_FILE, resume_step=run.opened.resume_step))
 
     def on_step(report: RlStepReport) -> dict[str, float]:
         if timeline is not None:
             timeline.write(report)
-        if is_table_due(config.metrics, report.step):
-            metrics.log_completions(
-                report.step, completions_of(loop.latest, config.metrics.log_completions, run.source)
-            )
-        return {} if log_rollouts is None else log_rollouts(report)
+        num_rows = config.metrics.log_completions
+        if num_rows and (report.step == 1 or report.step % 10 == 0):
+            metrics.log_completions(report.step, completions_of(loop.latest, num_rows, run.source))
+        return {} if rollouts is None else rollouts.write(report.epoch, loop.latest)
 
     return on_step
-
-
-def _rollout_log(run: RlRun) -> OnStep | None:
-    folder = run.config.run.dir
-    if run.config.run.rollouts == "off":
-        return None
-    log = RolloutLog(
-        folder / ROLLOUTS_FOLDER, resume_step=run.opened.resume_step, expected=num_logged(folder / METRICS_FILE)
-    )
-    return lambda report: log.write(report.epoch, run.loop.latest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,22 +173,12 @@ class RlTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSummary:
-    """Result of a call of `treering train`; figures cover the steps of this call only."""
+class TrainSummary(CallSummary):
+    """Result of a call of `treering train`."""
 
-    run_dir: str
     task: str
     num_prompts: int
-    num_parameters: int
-    resumed_from_step: int | None
-    """Last step of earlier calls; None for a new run."""
-    num_steps: int
-    """Steps of the whole run."""
     total: RlTotals
-    checkpoint: str
-    """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
-    evaluations: Sequence[Row] = ()
-    """Measurements of this call on held-out data: "step", and the names of `treering.metrics`."""
     account: Mapping[str, int] | None = None
     """Outcome of every rollout of the run, as `treering.runtime.account` counts it; None without workers."""
     latency: Mapping[str, float] | None = None
@@ -213,20 +187,13 @@ class TrainSummary:
 
 def summary_of(run: RlRun, reports: Sequence[RlStepReport]) -> TrainSummary:
     """Sum up the steps of a call."""
-    folder, source, loop = run.config.run.dir, run.source, run.loop
-    last_step = reports[-1].step if reports else run.opened.step
-    pipeline = loop if isinstance(loop, PipelineLoop) else None
+    pipeline = run.loop if isinstance(run.loop, PipelineLoop) else None
     measured = None if pipeline is None else pipeline.measured
     return TrainSummary(
-        run_dir=str(folder),
-        task=source.kind,
-        num_prompts=len(source.task.prompts),
-        num_parameters=sum(weight.numel() for weight in loop.model.parameters()),
-        resumed_from_step=run.opened.resume_step,
-        num_steps=last_step,
+        **run.summary_of(reports),
+        task=run.source.kind,
+        num_prompts=len(run.source.task.prompts),
         total=totals(reports),
-        checkpoint=str(checkpoint_path(folder / CHECKPOINTS_FOLDER, last_step)),
-        evaluations=() if run.evaluation is None else tuple(run.evaluation.measured),
         account=None if pipeline is None else pipeline.account.as_dict(),
         latency=None if measured is None else times_of(measured),
     )
@@ -283,14 +250,18 @@ def times_of(latency: Latency) -> dict[str, float]:
 def as_table(summary: TrainSummary) -> Table:
     """Return the summary as a table for the terminal."""
     total = summary.total
+    rewards = ["-" if mean is None else f"{mean:.3f}" for mean in (total.first_reward, total.last_reward)]
+    troubles = {"empty": total.num_empty, "over-long": total.num_overlong, "without reward": total.num_reward_errors}
+    troubles["unscored"] = total.num_unscored
+    counted = [f"{name} {count:,}" for name, count in troubles.items() if count]
     rows = {
         "task": f"{summary.task}, {plural(summary.num_prompts, 'prompt')}",
         "model": f"{summary.num_parameters:,} parameters",
-        "steps": _steps_cell(summary),
-        "reward": _reward_cell(total),
+        "steps": summary.steps_cell(f"updates {total.num_updates}"),
+        "reward": f"{' -> '.join(rewards)} (first and last epoch)",
         **held_out(summary.evaluations),
         "groups": f"{total.num_groups:,}, with equal rewards {total.num_zero_variance:,}",
-        "rollouts": _rollouts_cell(total),
+        "rollouts": ", ".join([f"{total.num_rollouts:,}", *counted]),
         "seconds": f"{total.seconds:,.1f}: rollout {total.rollout_s:,.1f}, training {total.train_s:,.1f}, "
         f"update {total.update_s:,.1f}",
         "sampled tokens": f"{total.num_sampled:,} ({total.sampled_per_s:,.0f} per second)",
@@ -306,7 +277,6 @@ def as_table(summary: TrainSummary) -> Table:
 
 
 def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
-    """Return the rows on the outcome of scheduled rollouts and on processes that died."""
     if account is None:
         return {}
     left_out = {"with equal rewards": "without_variance", "without reward": "reward_errors", "empty": "empty"}
@@ -328,7 +298,6 @@ def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
 
 
 def _latency_rows(latency: Mapping[str, float] | None) -> dict[str, str]:
-    """Return the row of times that schedules use."""
     if latency is None:
         return {}
     milliseconds = {name: f"{1e3 * seconds:,.3g} ms" for name, seconds in latency.items()}
@@ -343,19 +312,3 @@ def _reward_of_epoch(reports: Sequence[RlStepReport], epoch: int) -> float | Non
     count = sum(part.num_rollouts for part in parts)
     # Add weighted means, because a sum of very large rewards may be infinite.
     return sum(part.num_rollouts / count * (part.reward_mean or 0.0) for part in parts) if count else None
-
-
-def _steps_cell(summary: TrainSummary) -> str:
-    updates = f"{summary.num_steps}, updates {summary.total.num_updates}"
-    return updates if summary.resumed_from_step is None else f"{updates}, resumed after {summary.resumed_from_step}"
-
-
-def _reward_cell(total: RlTotals) -> str:
-    first, last = ("-" if mean is None else f"{mean:.3f}" for mean in (total.first_reward, total.last_reward))
-    return f"{first} -> {last} (first and last epoch)"
-
-
-def _rollouts_cell(total: RlTotals) -> str:
-    troubles = {"empty": total.num_empty, "over-long": total.num_overlong, "without reward": total.num_reward_errors}
-    troubles["unscored"] = total.num_unscored
-    return ", ".join([f"{total.num_rollouts:,}", *(f"{name} {count:,}" for name, count in troubles.items() if count)])

@@ -108,50 +108,50 @@ def load_task(
     config_dir: Path,
     shell_dir: Path = Path(),
     model: Path | None = None,
-    max_rows: int = 1,
-    reward_time_limit_s: float = 60.0,
 ) -> TaskSource:
     """Generate or read the prompts of a configuration in the folder `config_dir`, for the policy in the folder `model`.
 
-    Custom rewards and environments are looked up there, then in `shell_dir`. `max_rows` is the number of rollouts that
-    the engine runs at a time, and a judge may take `reward_time_limit_s` for an answer.
+    Custom rewards and environments are looked up there, then in `shell_dir`.
 
     Raises:
         ConfigError, InputError: bad settings or files.
     """
     if config.kind == "prompts":
-        return _from_file(config, config_dir, shell_dir, model, reward_time_limit_s)
+        return _from_file(config, config_dir, shell_dir, model)
     if config.runs_episodes:
-        return _of_environment(config, config_dir, shell_dir, model, max_rows)
+        return _of_environment(config, config_dir, shell_dir, model)
     return TaskSource(task=draw_sums(config), kind=config.kind)
 
 
 def draw_sums(config: TaskConfig) -> ChainedSums:
     """Return the prompts of a task of kind sums."""
     return ChainedSums(
-        config.num_prompts,
-        config.seed,
+        config.num_sums,
         min_terms=min(3, config.max_terms),
         max_terms=config.max_terms,
         max_number=config.max_number,
     )
 
 
-def _from_file(
-    config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None, reward_time_limit_s: float
-) -> TaskSource:
+def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None) -> TaskSource:
     assert config.file is not None, "the configuration checks it"
     folders = search_folders(config_dir)
     tokenizer = model
     if config.tokenizer is not None:
         tokenizer = find_folder(config.tokenizer, folders, setting="task.tokenizer", wanted="tokenizer")
     assert tokenizer is not None, "the configuration checks it"
+    judge = Judge(**{**dict(config.judge), "cache": shell_dir / config.judge.cache}) if config.uses_judge else None
+    reward: str | list[WeightedReward]
+    if isinstance(config.reward, str):
+        reward = config.reward
+    else:
+        reward = [WeightedReward(name=each.name, weight=each.weight) for each in config.reward]
     task = PromptsFile(
         locate(config.file, folders),
         tokenizer=tokenizer,
-        reward=_rewards(config),
+        reward=reward,
         folders=(config_dir, shell_dir),
-        judge=_judge(config, shell_dir, reward_time_limit_s),
+        judge=judge,
         template=config.template,
         max_prompts=config.max_prompts,
         max_prompt_tokens=config.max_prompt_tokens,
@@ -165,6 +165,9 @@ def _from_file(
         "the same tokens as an earlier one": task.num_duplicates,
     }
     note = task.form_note
+    end = "rollouts stop only at sampling.max_tokens: no end-of-turn token is known; set task.stop_tokens"
+    if stops := [*map(str, task.stops), *(f"the text {text}" for text in task.stop_strings)]:
+        end = f"rollouts stop at {', '.join(stops)}"
     notes = [
         plural(count, f"prompt has {why} and is dropped", f"prompts have {why} and are dropped")
         for why, count in left_out.items()
@@ -176,14 +179,12 @@ def _from_file(
         tokenizer=tokenizer,
         renderer=task.renderer,
         decode=TextTokens(tokenizer).decode,
-        notes=(*([note] if note else []), *notes, *task.notes, _stops_of(task)),
+        notes=(*([note] if note else []), *notes, *task.notes, end),
         text_reward=task.text_reward,
     )
 
 
-def _of_environment(
-    config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None, max_rows: int
-) -> TaskSource:
+def _of_environment(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None) -> TaskSource:
     assert config.template != "raw", "the configuration checks it"
     tokenizer = BYTES_FOLDER if model is None else model
     if config.tokenizer is not None:
@@ -194,7 +195,7 @@ def _of_environment(
     task = EnvironmentTask(
         _environment(config, config_dir, shell_dir, tokenizer),
         chat,
-        config.model_copy(update={"max_rows": max_rows}),
+        config,
         stop_tokens=tuple(stop.token_id for stop in stops),
     )
     what = "single bytes, because there is no tokenizer" if tokenizer == BYTES_FOLDER else f"the tokens of {tokenizer}"
@@ -223,23 +224,3 @@ def _environment(config: TaskConfig, config_dir: Path, shell_dir: Path, tokenize
             max_tasks=config.max_prompts,
         )
     )
-
-
-def _rewards(config: TaskConfig) -> str | list[WeightedReward]:
-    if isinstance(config.reward, str):
-        return config.reward
-    return [WeightedReward(name=each.name, weight=each.weight) for each in config.reward]
-
-
-def _judge(config: TaskConfig, shell_dir: Path, time_limit_s: float) -> Judge | None:
-    if not config.uses_judge:
-        return None
-    own = {"cache": shell_dir / config.judge.cache, "time_limit_s": time_limit_s}
-    return Judge(**{**dict(config.judge), **own})
-
-
-def _stops_of(task: PromptsFile) -> str:
-    stops = [*map(str, task.stops), *(f"the text {text}" for text in task.stop_strings)]
-    if not stops:
-        return "rollouts stop only at sampling.max_tokens: no end-of-turn token is known; set task.stop_tokens"
-    return f"rollouts stop at {', '.join(stops)}"

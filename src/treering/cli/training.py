@@ -59,7 +59,12 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
 
 def _run(run: RunConfig, json_output: bool, train: Callable[[Console], tuple[Any, Table]]) -> None:
     """Train, and print the summary as JSON or as a table."""
-    with advising(lambda: _how_to_go_on(run)), only_results_on_stdout() as results:
+
+    def how_to_go_on() -> str:
+        has_started = (run.dir / CONFIG_FILE).exists()
+        return f"the same command {'resumes' if has_started else 'begins'} the run in {run.dir}"
+
+    with advising(how_to_go_on), only_results_on_stdout() as results:
         console = LogConsole(quiet=not is_first())
         with console.printing_work("importing torch and transformers"), warnings_as_lines(console):
             summary, table = train(console)
@@ -84,7 +89,6 @@ def _load(config_type: type[ConfigT], path: Path, overrides: list[str]) -> Confi
 
 
 def _check_ranks(config: RlConfig) -> None:
-    """Refuse settings that start more processes than torchrun's."""
     if num_started() == 1:
         return
     own = {
@@ -97,8 +101,3 @@ def _check_ranks(config: RlConfig) -> None:
                 f"under torchrun each rank samples for itself, but {what} its own processes: set {instead}, or "
                 f"start without torchrun, which started {num_started()} processes"
             )
-
-
-def _how_to_go_on(run: RunConfig) -> str:
-    has_started = (run.dir / CONFIG_FILE).exists()
-    return f"the same command {'resumes' if has_started else 'begins'} the run in {run.dir}"

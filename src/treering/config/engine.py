@@ -46,6 +46,7 @@ class Sampling(Config):
     )
     repetition_penalty: Positive = Field(
         default=1.0,
+        exclude=True,
         description="Divides the positive logits of earlier tokens and multiplies the negative ones; 1: no penalty.",
     )
     stop_tokens: Annotated[tuple[TokenId, ...], Field(strict=False)] = Field(
@@ -87,7 +88,6 @@ class DraftOptions(Config):
     max_bytes: Annotated[int, Field(ge=1)] = Field(
         default=1 << 30, description="Memory of the history and its index, in bytes."
     )
-    max_epochs: Count = Field(default=2, description="Policy versions to keep per prompt.")
     max_draft: Annotated[int, Field(ge=1, le=64)] = Field(default=64, description="Most tokens per draft.")
     min_acceptance: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.018,
@@ -150,7 +150,7 @@ def check_vllm(engine: EngineConfig, sampling: Sampling, *, old_logprobs: str) -
     """Check the settings of a run that samples with vLLM.
 
     Raises:
-        ConfigError: a backend of the other engine, or a cut or penalty without "recomputed" log-probs.
+        ConfigError: a backend of the other engine, or a cut without "recomputed" log-probs.
     """
     if engine.backend != "auto":
         raise ConfigError(
@@ -158,9 +158,9 @@ def check_vllm(engine: EngineConfig, sampling: Sampling, *, old_logprobs: str) -
             '"torch"; '
             "remove it"
         )
-    cuts = sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 or sampling.repetition_penalty != 1
+    cuts = sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0
     if cuts and old_logprobs == "sampled":
         raise ConfigError(
-            "vLLM gives no policy log-probs with top_k, top_p, min_p or repetition_penalty; set "
-            'rl.old_logprobs = "recomputed", or remove them'
+            'vLLM gives no policy log-probs with top_k, top_p or min_p; set rl.old_logprobs = "recomputed", or '
+            "remove them"
         )

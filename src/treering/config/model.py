@@ -1,16 +1,15 @@
-"""The [model] section of every subcommand that trains. Imports no torch."""
+"""The [model], [lora] and [teacher] sections of every subcommand that trains. Imports no torch."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from treering.config.record import Config
-from treering.config.values import Count, ModelPath, Revision
+from treering.config.values import Count, ModelPath, Positive, Revision
 from treering.errors import ConfigError
 
 
 def _full_name(dtype: object) -> object:
-    """Return the name of a dtype without abbreviation."""
     if dtype in ("fp16", "float16", "half"):
         raise ValueError(
             f"dtype must be bfloat16 or float32, got {dtype!r}; half precision needs loss scaling, which is not "
@@ -29,13 +28,11 @@ class ModelConfig(Config):
     )
     revision: Revision = None
     hidden_size: Count = Field(
-        default=128, description="Width of the residual stream, and of all heads; a multiple of 2 num_heads."
+        default=128,
+        description="Width of the residual stream: a multiple of 32, or of 4 below 64. Heads are 32 wide, at least "
+        "two; pairs of them share keys and values, if their number is even. The gated MLP is 3 times as wide.",
     )
     num_layers: Count = Field(default=4, description="Number of decoder layers.")
-    num_heads: Count = Field(
-        default=4, description="Number of query heads; pairs of them share keys and values, if it is even."
-    )
-    intermediate_size: Count = Field(default=384, description="Width of the gated MLP.")
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_full_name)] = Field(
         default="float32", description="Dtype of the model's computation; fp32 and bf16 are accepted too."
     )
@@ -64,9 +61,62 @@ class ModelConfig(Config):
             raise ConfigError(
                 f"revision = {self.revision!r} needs a hub id, and path is not set; set path, or remove revision"
             )
-        if self.hidden_size % (2 * self.num_heads):
+        if self.hidden_size % (4 if self.hidden_size < 64 else 32):
             raise ConfigError(
-                f"hidden_size must be a multiple of 2 num_heads = {2 * self.num_heads}, so that heads have an even "
-                f"width for RoPE, got {self.hidden_size}; set hidden_size to {32 * self.num_heads}, for example"
+                "hidden_size must be a multiple of 32, or of 4 below 64, so that heads have an even width for RoPE, "
+                f"got {self.hidden_size}; set hidden_size to 128, for example"
             )
         return self
+
+
+class LoraOptions(Config):
+    """Low-rank adapters on the frozen weights of a pre-trained model; only the adapters are trained and saved."""
+
+    rank: Count | None = Field(default=None, description="Rank of the adapters; none: train all weights.")
+    alpha: Count | None = Field(
+        default=None, description="Numerator of the adapters' scale alpha / rank; none: twice the rank."
+    )
+    target_modules: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None, description="Linear modules that get adapters, such as q_proj; none: all except the output head."
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = sorted(self.model_fields_set - {"rank"})
+        if given and not self.is_set:
+            raise ConfigError(f"adapters need lora.rank, got only {', '.join(given)}; set lora.rank to 16, for example")
+        return self
+
+
+class DistillOptions(Config):
+    """A teacher with the student's tokenizer, and the divergence from it."""
+
+    path: ModelPath | None = Field(
+        default=None, description='Hugging Face model folder or hub id; needed for rl.objective = "distill".'
+    )
+    revision: Revision = None
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+        default="forward_kl",
+        description="forward_kl: KL(teacher, student). reverse_kl: KL(student, teacher). jsd: "
+        "Jensen-Shannon divergence, halfway between both.",
+    )
+    top_k: Count | None = Field(
+        default=None,
+        description="Number of the teacher's likeliest tokens to compare, all others as one; none: the whole "
+        "vocabulary.",
+    )
+    weight: Positive | None = Field(
+        default=None,
+        description="Factor of the divergence, which is added to the loss; none: the divergence is the whole loss, in "
+        '[rl] with objective = "distill".',
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the file has any of these settings."""
+        return bool(self.model_fields_set)

@@ -69,11 +69,14 @@ REMOVED = MappingProxyType(
         "eval.max_prompts": (None, "a smaller eval.share or eval.file evaluates fewer"),
         "eval.max_tasks": (None, "a smaller eval.share or eval.files evaluates fewer"),
         "eval.max_tokens": (None, "sampling.max_tokens bounds held-out rollouts too"),
+        "history.max_epochs": (2, "two policy versions of a prompt are kept"),
         "history.shape": ("tree", "drafts are trees"),
         "history.sources": (["history", "siblings", "own", "others"], "drafts come from all of them"),
         "history.verify_costs": ("fixed", "history.min_acceptance says when drafts pay"),
         "metrics.log_completions_every": (10, "every tenth step has a table"),
-        "model.head_size": (32, "it is hidden_size / num_heads"),
+        "model.head_size": (32, "it is 32, or half of a hidden_size below 64"),
+        "model.intermediate_size": (384, "the MLP is 3 times as wide as hidden_size"),
+        "model.num_heads": (4, "heads are 32 wide, at least two"),
         "model.num_kv_heads": (2, "pairs of query heads share keys and values"),
         "model.vocab_size": (None, "a random model has as many token ids as the data or its tokenizer"),
         "optim.eps": (1e-8, "it is 1e-8"),
@@ -90,6 +93,7 @@ REMOVED = MappingProxyType(
         "runtime.trainer_gpus": (None, "workers and trainer ranks share the GPUs equally"),
         "runtime.worker_cpus": (None, "engine.num_threads is the CPUs of a worker"),
         "runtime.worker_gpus": (None, "workers and trainer ranks share the GPUs equally"),
+        "sampling.repetition_penalty": (1.0, "a policy is trained on what it samples without a penalty"),
         "task.cache": ("on", "name a folder of your own in TREERING_CACHE"),
         "task.class": (None, "task.env names the class of an environment"),
         "task.episode_order": ("longest_first", "the longest start first"),
@@ -99,6 +103,8 @@ REMOVED = MappingProxyType(
         "task.judge.num_retries": (3, "there are 3"),
         "task.judge.time_limit_s": (60.0, "runtime.reward_time_limit_s bounds each attempt"),
         "task.min_terms": (3, "sums have 3 numbers or more, with a lower max_terms as many"),
+        "task.num_prompts": (64, "task.max_prompts is the number of sums"),
+        "task.seed": (0, "sums are drawn with the seed 0"),
         "task.shared": ("once", "one branch of a run trains a token that several share"),
         "task.weights": ("runs", "a run counts as one sequence, however many branches it has"),
         "teacher.beta": (None, "the mixture of jsd has both in equal parts"),
@@ -223,7 +229,6 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
 
 
 def _nearest(name: str, here: Mapping[str, str], everywhere: Mapping[str, str]) -> str | None:
-    """Return the known name that is meant by an unknown one, of its own section if possible."""
     words = set(name.split("_"))
     parts = [known for known in everywhere if words >= set(known.split("_"))]
     surely = difflib.get_close_matches(name, everywhere, n=1, cutoff=_SIMILARITY_ELSEWHERE)

@@ -155,7 +155,6 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _apply(override: str, settings: dict[str, Any]) -> None:
-    """Set one dotted key of the settings, in place."""
     dotted, equals, text = override.partition("=")
     keys = [key.strip() for key in dotted.split(".")]
     if not equals or not all(keys):

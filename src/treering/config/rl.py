@@ -4,24 +4,17 @@ Loading it opens no file that a setting names, and imports no torch.
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from treering.config.distill_options import DistillOptions, check_teacher
 from treering.config.engine import DraftOptions, EngineConfig, Sampling, check_vllm
 from treering.config.eval import RlEvalConfig
-from treering.config.lora import LoraOptions, check_lora
-from treering.config.metric_sinks import RlMetricsConfig
-from treering.config.model import ModelConfig
-from treering.config.optim import OptimOptions, check_warmup
-from treering.config.record import Config
 from treering.config.rl_options import RlOptions
 from treering.config.rl_task import TaskConfig, WarmupConfig
-from treering.config.router import RouterLosses
-from treering.config.run import RunConfig
+from treering.config.run import RlMetricsConfig, RunConfig
 from treering.config.runtime import RuntimeConfig, Schedule
-from treering.config.steps import check_length
+from treering.config.sections import TrainingConfig
 from treering.config.values import FilePath
 from treering.errors import ConfigError
 
@@ -35,17 +28,16 @@ class RlRunConfig(RunConfig):
     )
 
 
-class RlConfig(Config):
+class RlConfig(TrainingConfig):
     """Everything that `treering train CONFIG` reads.
 
     Example: `[rl]` with `num_steps = 20` is a complete file; it trains a random Qwen3 of 4 layers on 64 chained sums.
     """
 
-    # First two: if two sections have a mistaken key, the later one is suggested.
-    teacher: DistillOptions = Field(default_factory=DistillOptions, description="Teacher of an on-policy distillation.")
+    steps_name: ClassVar[str] = "rl"
+    step_size_name: ClassVar[str] = "prompts_per_step"
+
     eval: RlEvalConfig = Field(default_factory=RlEvalConfig, description="Held-out prompts.")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
-    lora: LoraOptions = Field(default_factory=LoraOptions, description="Adapters instead of all weights.")
     task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts and rewards.")
     warmup: WarmupConfig = Field(default_factory=WarmupConfig, description="The supervised start.")
     rl: RlOptions = Field(description="Steps, groups, advantages and the loss.")
@@ -53,8 +45,6 @@ class RlConfig(Config):
     # After `engine`: a misplaced max_tokens usually means the length of a rollout.
     sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
     history: DraftOptions = Field(default_factory=DraftOptions, description="Memory and drafts.")
-    optim: OptimOptions = Field(default_factory=OptimOptions, description="The optimisation.")
-    router: RouterLosses = Field(default_factory=RouterLosses, description="Losses on routers of experts.")
     metrics: RlMetricsConfig = Field(default_factory=RlMetricsConfig, description="Where metrics go.")
     run: RlRunConfig = Field(default_factory=RlRunConfig, description="The output.")
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig, description="The processes.")
@@ -63,31 +53,21 @@ class RlConfig(Config):
     @property
     def options(self) -> RlOptions:
         """[rl] with the settings of other sections that its steps need."""
-        return self.rl.changed(
-            sampling=self.sampling,
-            distill=self.teacher if self.teacher.is_set else None,
-            router_losses=self.router if self.router.is_set else None,
-            autocast=self.model.autocast,
-        )
+        return self.rl.changed(sampling=self.sampling, **self.options_elsewhere)
+
+    @property
+    def task_options(self) -> TaskConfig:
+        """[task] with the settings of other sections that it needs."""
+        judge = self.task.judge.model_copy(update={"time_limit_s": self.runtime.reward_time_limit_s})
+        return self.task.model_copy(update={"max_rows": self.engine.max_batch, "judge": judge})
 
     @model_validator(mode="after")
-    def _check_length(self) -> Self:
-        check_length("rl", self.rl)
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> Self:
-        check_lora(self.lora, self.model)
+    def _check_start(self) -> Self:
         if self.rl.kl > 0 and self.lora.is_set and self.warmup.num_steps > 0:
             raise ConfigError(
                 f"with [lora] the reference of rl.kl = {self.rl.kl} is the base model, and warmup.num_steps = "
                 f"{self.warmup.num_steps} would move the policy away before the first step; set warmup.num_steps = 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_warmup(self) -> Self:
-        check_warmup(warmup_steps=self.optim.warmup_steps, num_steps=self.rl.num_steps)
         has_solutions = self.task.kind != "prompts" and not self.task.runs_episodes
         if not has_solutions and self.warmup.num_steps > 0:
             raise ConfigError(
@@ -114,7 +94,6 @@ class RlConfig(Config):
                 'rl.objective = "distill" needs a teacher, and teacher.path is not set; set it to a Hugging Face model '
                 "folder"
             )
-        check_teacher(teacher)
         if teacher.is_set and is_distilled != (teacher.weight is None):
             raise ConfigError(
                 "teacher.weight adds the divergence to another objective, got rl.objective = "

@@ -76,7 +76,7 @@ class RlOptions(StepsOptions):
     old_logprobs: Literal["sampled", "recomputed"] = Field(
         default="sampled",
         description="Log-probs in the denominator of the ratio. sampled: the engine's. recomputed: the trainer's, from "
-        "before the update; needed for vllm with top_k, top_p, min_p or repetition_penalty.",
+        "before the update; needed for vllm with top_k, top_p or min_p.",
     )
     num_train_threads: Count | None = Field(
         default=None, exclude=True, description="CPU threads while training; none: as engine.num_threads."
@@ -103,7 +103,6 @@ class RlOptions(StepsOptions):
 
     @model_validator(mode="after")
     def _check_kl(self) -> Self:
-        """Refuse a KL that the loop cannot measure."""
         if self.kl > 0 and self.objective == "distill":
             raise ConfigError(
                 f'objective = "distill" has a teacher instead of a reference, got kl = {self.kl}; set kl = 0'

@@ -1,17 +1,18 @@
 """The [task] and [warmup] sections of `treering train`. Loading them opens no file and imports no torch."""
 
+import re
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from treering.config.judge_config import JudgeConfig
 from treering.config.problems import describe
 from treering.config.record import Config
-from treering.config.values import Count, CountOrAuto, FilePath, Positive, Seed, TemplateDate, TokenizerPath
+from treering.config.values import Count, CountOrAuto, FilePath, Positive, TemplateDate, TokenizerPath
 from treering.errors import ConfigError
 
-_GENERATED = ("num_prompts", "seed", "max_terms", "max_number")
+_GENERATED = ("max_prompts", "max_terms", "max_number")
 _CHAT = ("tokenizer", "template", "date", "stop_tokens")
 _FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge")
 _EPISODES = ("episode_timeout", "max_turn_tokens", "max_failed")
@@ -20,6 +21,48 @@ _OF_VERIFIERS = (*_CHAT, *_EPISODES, "env", "verifiers", "renderer", "python", "
 _SETTINGS = MappingProxyType(
     {"sums": _GENERATED, "prompts": _FROM_FILE, "environment": _OF_ENVIRONMENT, "verifiers": _OF_VERIFIERS}
 )
+
+
+def _pattern(value: str | None) -> str | None:
+    try:
+        num_groups = 1 if value is None else re.compile(value).groups
+    except re.error as error:
+        raise ValueError(f"a regular expression, got {value!r} ({error})") from error
+    if num_groups != 1:
+        raise ValueError(f"a regular expression with one group, the score, got {value!r} with {num_groups}")
+    return value
+
+
+class JudgeConfig(Config):
+    """Judge behind any OpenAI-compatible URL, for the reward "judge"."""
+
+    url: str | None = Field(
+        default=None, description="URL up to and including the version, such as http://127.0.0.1:8000/v1."
+    )
+    model: str | None = Field(default=None, description="Name of the model at that URL.")
+    template: str = Field(
+        default="Question:\n{prompt}\n\nAnswer:\n{response}\n\nHow good is the answer, from 0 to 10? Reply with JSON: "
+        '{"score": NUMBER}',
+        description="Question to the judge; {prompt}, {response} and {COLUMN} of the prompts file are filled in.",
+    )
+    pattern: Annotated[str | None, AfterValidator(_pattern)] = Field(
+        default=None,
+        description='Regular expression with one group, whose last match is the score; none: "score" of a JSON reply.',
+    )
+    parameters: dict[str, Any] = Field(
+        default={"temperature": 0.0}, description="Parameters of every request, named as in OpenAI's protocol."
+    )
+    time_limit_s: Positive = Field(
+        default=60.0, exclude=True, description="Seconds for each attempt; a run has runtime.reward_time_limit_s."
+    )
+    num_retries: Annotated[int, Field(ge=0)] = Field(
+        default=3, exclude=True, description="Retries, after 1, 2, 4, ... seconds."
+    )
+    cache: FilePath = Field(
+        default=Path("runs/judge"),
+        exclude=True,
+        description="Folder that stores replies, so that nothing is asked twice; relative to the current folder.",
+    )
 
 
 class RewardConfig(Config):
@@ -102,8 +145,6 @@ class TaskConfig(EpisodeOptions):
         default=None,
         description="Verifiers: path of the Python interpreter with verifiers and the taskset; none: the running one.",
     )
-    num_prompts: Count = Field(default=64, description="Sums: number of distinct sums to draw.")
-    seed: Seed = Field(default=0, description="Sums: seed of the draw.")
     max_terms: Annotated[int, Field(ge=2)] = Field(
         default=5, description="Sums: most numbers in a sum; the fewest are 3, or 2 with max_terms = 2."
     )
@@ -129,7 +170,8 @@ class TaskConfig(EpisodeOptions):
     )
     judge: JudgeConfig = Field(default_factory=JudgeConfig, description='Prompts: settings of the reward "judge".')
     max_prompts: Count | None = Field(
-        default=None, description="Prompts to keep from the start of the file; none: all."
+        default=None,
+        description="Prompts to keep from the start of the file, or distinct sums to draw; none: all, or 64 sums.",
     )
     max_prompt_tokens: Count | None = Field(
         default=None, description="Most tokens of a prompt; longer ones are dropped and counted; none: no limit."
@@ -139,6 +181,11 @@ class TaskConfig(EpisodeOptions):
         description="Prompts: texts or ids of tokens that end a response, in addition to those of the tokenizer, its "
         "chat template (if it renders the prompts) and the model folder (eos_token_id).",
     )
+
+    @property
+    def num_sums(self) -> int:
+        """Number of sums to draw."""
+        return 64 if self.max_prompts is None else self.max_prompts
 
     @property
     def uses_judge(self) -> bool:
@@ -152,7 +199,6 @@ class TaskConfig(EpisodeOptions):
 
     @property
     def _given(self) -> set[str]:
-        """Names of the settings that are set to a value."""
         return {name for name in self.model_fields_set if getattr(self, name) is not None}
 
     @model_validator(mode="after")

@@ -1,12 +1,14 @@
-"""The [run] section of every subcommand that trains: where it writes, and how often."""
+"""The [run] and [metrics] sections of every subcommand that trains: what a run writes, where, and how often."""
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from treering.config.record import Config
 from treering.config.values import Count, CountOrTime, FilePath, seconds_in
+from treering.errors import ConfigError
 
 
 class RunConfig(Config):
@@ -28,3 +30,43 @@ class RunConfig(Config):
         """`save_every` as a number of steps, or as a time."""
         every = self.save_every
         return every if isinstance(every, int) else timedelta(seconds=seconds_in(every))
+
+
+SinkName = Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab", "clearml"]
+
+
+class MetricsConfig(Config):
+    """Sinks for the metrics of each step."""
+
+    sinks: Annotated[tuple[SinkName, ...], Field(strict=False)] = Field(
+        default=("jsonl",),
+        description="Sinks for metrics, each at most once. jsonl: metrics.jsonl, which `treering report` reads. The "
+        "others are trackers, installed as extras of the same name.",
+    )
+    project: str = Field(default="treering", description="Project or experiment of the run in trackers.")
+
+    @model_validator(mode="after")
+    def _check_sinks(self) -> Self:
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ConfigError(f"sinks must be distinct, got {list(self.sinks)}; remove the repetition")
+        return self
+
+
+class RlMetricsConfig(MetricsConfig):
+    """Sinks for the metrics of each step, and samples of its rollouts."""
+
+    log_completions: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=0,
+        description="Rollouts per table (prompt, completion, reward, advantage) in tensorboard, wandb and clearml, "
+        "from the worst reward to the best, at the first step and every tenth; 0: no tables, so no text leaves the "
+        "run's folder.",
+    )
+
+    @model_validator(mode="after")
+    def _check_tables(self) -> Self:
+        if self.log_completions and not {"tensorboard", "wandb", "clearml"} & {*self.sinks}:
+            raise ConfigError(
+                f"log_completions = {self.log_completions} needs the sink tensorboard, wandb or clearml, got sinks = "
+                f"{list(self.sinks)}; add one of them, or set log_completions = 0"
+            )
+        return self

@@ -3,20 +3,14 @@
 Loading it opens no file that a setting names, and imports no torch.
 """
 
-from typing import Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from treering.config.distill_options import DistillOptions, check_teacher
 from treering.config.eval import SftEvalConfig
-from treering.config.lora import LoraOptions, check_lora
-from treering.config.metric_sinks import MetricsConfig
-from treering.config.model import ModelConfig
-from treering.config.optim import OptimOptions, check_warmup
 from treering.config.record import Config
-from treering.config.router import RouterLosses
-from treering.config.run import RunConfig
-from treering.config.steps import NormalizerOrNumber, StepsOptions, check_length
+from treering.config.sections import TrainingConfig
+from treering.config.steps import NormalizerOrNumber, StepsOptions
 from treering.config.values import Count, CountOrAuto, FilePaths, TemplateDate, TokenizerPath
 from treering.data.formats.reader import FailedRuns, FormatName
 from treering.errors import ConfigError
@@ -101,64 +95,42 @@ class SftOptions(StepsOptions):
     )
 
 
-class SftConfig(Config):
+class SftConfig(TrainingConfig):
     """Everything that `treering sft CONFIG` reads.
 
     Example: `[data]` with `source = "generated"` and `[train]` with `num_steps = 20` is a complete file; it trains a
     random Qwen3 of 4 layers on 32 generated trees.
     """
 
-    # First two: if two sections have a mistaken key, the later one is suggested.
-    teacher: DistillOptions = Field(default_factory=DistillOptions, description="Teacher of a distillation.")
+    steps_name: ClassVar[str] = "train"
+    step_size_name: ClassVar[str] = "trees_per_step"
+
     eval: SftEvalConfig = Field(default_factory=SftEvalConfig, description="Held-out trajectories.")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
-    lora: LoraOptions = Field(default_factory=LoraOptions, description="Adapters instead of all weights.")
     data: DataConfig = Field(description="The trajectories.")
     train: SftOptions = Field(description="Steps and the loss.")
-    optim: OptimOptions = Field(default_factory=OptimOptions, description="The optimisation.")
-    router: RouterLosses = Field(default_factory=RouterLosses, description="Losses on routers of experts.")
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics go.")
-    run: RunConfig = Field(default_factory=RunConfig, description="The output.")
 
     @property
     def options(self) -> SftOptions:
         """[train] with the settings of other sections that its steps need."""
-        return self.train.changed(
-            distill=self.teacher if self.teacher.is_set else None,
-            router_losses=self.router if self.router.is_set else None,
-            autocast=self.model.autocast,
-        )
+        return self.train.changed(**self.options_elsewhere)
 
     @model_validator(mode="after")
-    def _check_length(self) -> Self:
-        check_length("train", self.train)
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> Self:
-        check_lora(self.lora, self.model)
-        return self
-
-    @model_validator(mode="after")
-    def _check_warmup(self) -> Self:
-        check_warmup(warmup_steps=self.optim.warmup_steps, num_steps=self.train.num_steps)
-        return self
-
-    @model_validator(mode="after")
-    def _check_vocabulary(self) -> Self:
-        if self.model.path is not None and self.data.source == "generated":
+    def _check_generated(self) -> Self:
+        if self.data.source != "generated":
+            return self
+        if self.model.path is not None:
             raise ConfigError(
                 'data.source = "generated" draws meaningless token ids, got the pre-trained model model.path = '
                 f"{self.model.path!r}; name real files, or remove model.path"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_eval(self) -> Self:
-        if self.eval.files and self.data.source == "generated":
+        if self.eval.files:
             raise ConfigError(
                 'held-out files have the token ids of a tokenizer, and data.source = "generated" has others; '
                 "set eval.share instead"
+            )
+        if self.teacher.is_set:
+            raise ConfigError(
+                'a teacher needs the token ids of its tokenizer, and data.source = "generated" has others; name files'
             )
         return self
 
@@ -168,14 +140,5 @@ class SftConfig(Config):
             raise ConfigError(
                 'data.template = "hf" needs the chat template of a tokenizer, and neither data.tokenizer nor '
                 'model.path is set; set data.tokenizer to a Hugging Face tokenizer folder, or data.template = "plain"'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_teacher(self) -> Self:
-        check_teacher(self.teacher)
-        if self.teacher.is_set and self.data.source == "generated":
-            raise ConfigError(
-                'a teacher needs the token ids of its tokenizer, and data.source = "generated" has others; name files'
             )
         return self

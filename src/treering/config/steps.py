@@ -1,14 +1,13 @@
-"""Common settings of [train] of `sft` and [rl] of `train`: length, loss, layers and memory of a step."""
+"""Common settings of [train] of `sft` and [rl] of `train`: length, loss, layers and memory of a step; [router]."""
 
 import math
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from treering.config.distill_options import DistillOptions
+from treering.config.model import DistillOptions
 from treering.config.record import Config
-from treering.config.router import RouterLosses
-from treering.config.values import Count, CountOrAuto, Positive, Seed
+from treering.config.values import Count, CountOrAuto, NonNegative, Positive, Seed
 from treering.errors import ConfigError
 from treering.types import Layout as Layout
 
@@ -63,6 +62,23 @@ class ComputeOptions(Config):
     backend: str = Field(default="auto", exclude=True, description="Attention backend.")
 
 
+class RouterLosses(Config):
+    """Losses on routers, over all tokens of all branches; for mixtures of experts only."""
+
+    balance: NonNegative | None = Field(
+        default=None,
+        description="Factor of the load-balancing loss, as Hugging Face's router_aux_loss_coef; 0: only measure it.",
+    )
+    z: NonNegative | None = Field(
+        default=None, description="Factor of the mean squared log-sum-exp of router logits; 0: only measure it."
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether any router loss is trained or measured."""
+        return self.balance is not None or self.z is not None
+
+
 class StepsOptions(ComputeOptions):
     """Steps: their number, their loss, and how they are computed."""
 
@@ -107,15 +123,3 @@ class StepsOptions(ComputeOptions):
                 'normalizer, or layout = "tree"'
             )
         return self
-
-
-def check_length(section: str, steps: StepsOptions) -> None:
-    """Refuse a run without an end.
-
-    Raises:
-        ConfigError: neither a number of steps nor a number of epochs is set.
-    """
-    if steps.num_epochs is None and steps.num_steps is None:
-        raise ConfigError(
-            f"training needs an end, and neither {section}.num_epochs nor {section}.num_steps is set; set one, or both"
-        )

@@ -125,6 +125,8 @@ def read_object(file: Path, kind: type[TreeringError] = InputError, *, fix: str 
 
 
 MANIFEST = "manifest.json"
+CHECKPOINTS_FOLDER = "checkpoints"
+"""Folder of a run with a folder for each checkpoint."""
 _HIDDEN = ".unfinished-"
 
 

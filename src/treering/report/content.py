@@ -16,8 +16,11 @@ from treering.analysis.replay import replay
 from treering.arrays import Int64Array
 from treering.data import Trajectory, render
 from treering.data.trajectory import EpisodePart
-from treering.errors import InputError, TreeringError
+from treering.errors import InputError, TreeringError, plural
+from treering.files.writing import CHECKPOINTS_FOLDER
 from treering.history.features import SOURCES
+from treering.history.store.store import MAX_EPOCHS
+from treering.metrics import METRICS_FILE
 from treering.report.rollout_views import (
     MAX_DRAWN_TOKENS,
     Rollouts,
@@ -28,7 +31,6 @@ from treering.report.rollout_views import (
     tokens_of,
 )
 from treering.report.run_data import (
-    METRICS_FILE,
     RunData,
     account,
     by_epoch,
@@ -49,8 +51,6 @@ from treering.types import ModelShape, PromptId, TokenIds, read_shape
 
 TextOf = Callable[[int], str]
 """Returns the text of a token id."""
-
-CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def page_content(
@@ -136,20 +136,16 @@ def _status(run: RunData) -> str:
     Example: "16 of 32 steps, last written 2026-03-01 10:20".
     """
     done = run.rows[-1]["step"] if run.rows else 0
-    planned = "" if run.num_total is None else f" of {run.num_total}"
+    steps = plural(done, "step") if run.num_total is None else f"{done} of {run.num_total} steps"
     file = run.folder / METRICS_FILE
     if not file.is_file():
-        return f"{done}{planned} step{'' if done == 1 and not planned else 's'}"
-    written = datetime.fromtimestamp(file.stat().st_mtime).isoformat(" ", "minutes")
-    return f"{done}{planned} step{'' if done == 1 and not planned else 's'}, last written {written}"
+        return steps
+    return f"{steps}, last written {datetime.fromtimestamp(file.stat().st_mtime).isoformat(' ', 'minutes')}"
 
 
 def _rollout_content(run: RunData, find_text: Callable[[RunData], TextOf | None], notes: list[str]) -> dict[str, Any]:
     """Return bounds, forests and colours from the newest rollouts; add missing data to `notes`."""
-    if run.is_supervised:
-        rollouts = read_samples(run.folder)
-    else:
-        rollouts = read_newest(run.folder, num_history_epochs(run.config) + 1)
+    rollouts = read_samples(run.folder) if run.is_supervised else read_newest(run.folder, MAX_EPOCHS + 1)
     notes.extend(rollouts.notes)
     if not rollouts.epochs:
         return {}
@@ -179,7 +175,7 @@ def _prompt_content(prompt: PromptId, group: Sequence[Trajectory], origins: Sequ
             {
                 "tokens": tokens_of(each).tolist(),
                 "origins": letters,
-                "logprobs": _logprobs(each),
+                "logprobs": None if each.logprobs is None else [round(value, 3) for value in each.logprobs.tolist()],
                 "rehearsed": rehearsal_marks(each),
             }
             for each, letters in zip(group, origins, strict=True)
@@ -187,25 +183,20 @@ def _prompt_content(prompt: PromptId, group: Sequence[Trajectory], origins: Sequ
     }
 
 
-def _logprobs(each: Trajectory) -> list[float] | None:
-    return None if each.logprobs is None else [round(value, 3) for value in each.logprobs.tolist()]
-
-
 def _origins(
     run: RunData, rollouts: Rollouts, chosen: Sequence[PromptId], notes: list[str]
 ) -> tuple[dict[PromptId, list[str]], bool]:
-    """Return the letters of the chosen prompts' rollouts, and whether they come from a replay."""
     if has_drafts(run.config):
         try:
             return token_origins(rollouts.epochs, chosen, run.config), True
         except (TreeringError, TypeError, ValueError) as error:
             notes.append(f"The drafts could not be replayed: {error}")
-    return {prompt: [_undrafted(each) for each in rollouts.newest[prompt]] for prompt in chosen}, False
 
+    def undrafted(each: Trajectory) -> str:
+        mask = [True] * tokens_of(each).size if each.loss_mask is None else each.loss_mask.tolist()
+        return "".join(SAMPLED if is_sampled else GIVEN for is_sampled in mask)
 
-def _undrafted(each: Trajectory) -> str:
-    mask = [True] * tokens_of(each).size if each.loss_mask is None else each.loss_mask.tolist()
-    return "".join(SAMPLED if is_sampled else GIVEN for is_sampled in mask)
+    return {prompt: [undrafted(each) for each in rollouts.newest[prompt]] for prompt in chosen}, False
 
 
 def _bounds(run: RunData, rollouts: Rollouts, notes: list[str]) -> list[dict[str, float]]:
@@ -373,12 +364,6 @@ _SETTINGS = ("max_draft", "min_acceptance", "shape", "sources")
 _NOT_DRAFTED = -1
 
 
-def num_history_epochs(config: Mapping[str, Any]) -> int:
-    """Return the number of epochs that a run's history keeps; 2, the default, if the settings have none."""
-    number = section_of(config, "history").get("max_epochs", 2)
-    return number if isinstance(number, int) and number > 0 else 2
-
-
 def has_drafts(config: Mapping[str, Any]) -> bool:
     """Return whether a run drafts."""
     return section_of(config, "history").get("drafts") == "on"
@@ -409,9 +394,7 @@ def token_origins(
     offsets = np.zeros(1, np.int64)
     if kept:
         recorded = record([each for each, _ in kept], [one for _, one in kept])
-        replay(
-            recorded, "all", max_epochs=num_history_epochs(config), settings=drafter_settings(config), origins=origins
-        )
+        replay(recorded, "all", settings=drafter_settings(config), origins=origins)
         offsets = recorded.offsets
     # A recording keeps the order within an epoch, because steps ascend in a run's files.
     pieces = iter([origins[begin:end] for begin, end in pairwise(offsets.tolist())])
@@ -516,6 +499,5 @@ def _part(each: Trajectory) -> EpisodePart:
 
 
 def _words(tokens: TokenIds, text_of: Callable[[int], str] | None) -> str:
-    """Return the beginning of a span's text."""
     words = [str(token) if text_of is None else text_of(token) for token in tokens[:_MAX_TEXT].tolist()]
     return ("" if text_of is not None else " ").join(words)[:_MAX_TEXT]

@@ -19,11 +19,13 @@ def as_html(content: Mapping[str, Any]) -> str:
 
     Example: `Path("report.html").write_text(as_html(page_content(folder, find_text)), encoding="utf-8")`
     """
+    notes = "".join(f"<li>{escape(note)}</li>" for note in content["notes"])
     parts = {
         "tiles": "".join(_tile(*tile) for tile in tiles_of(content)),
-        "notes": _notes(content["notes"]),
+        "notes": f'<aside class="notes"><h2>Missing data</h2><ul>{notes}</ul></aside>' if notes else "",
         "script": "\n".join(_asset(name) for name in _SCRIPTS),
-        "data": _inline_json(content),
+        # No text can end the script element.
+        "data": json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
     status = f"{content['status']}; page made {content['made']}"
     return shell(str(content["title"]), status, _filled("page.html", parts), command="treering report")
@@ -43,20 +45,8 @@ def _filled(asset: str, parts: Mapping[str, str]) -> str:
     return page
 
 
-def _inline_json(content: Mapping[str, Any]) -> str:
-    """Return JSON that cannot end its script element, whatever texts it holds."""
-    return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
 def _tile(label: str, value: str, words: str) -> str:
     return f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span><small>{escape(words)}</small></div>'
-
-
-def _notes(notes: list[str]) -> str:
-    if not notes:
-        return ""
-    lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f'<aside class="notes"><h2>Missing data</h2><ul>{lines}</ul></aside>'
 
 
 def _asset(name: str) -> str:

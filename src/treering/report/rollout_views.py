@@ -92,15 +92,15 @@ def choose_prompts(groups: dict[PromptId, list[Trajectory]]) -> list[PromptId]:
 
     Example: of 3 prompts with 30,000 tokens each, one is drawn.
     """
-    order = sorted(groups, key=lambda prompt: _variety(groups[prompt]), reverse=True)
+
+    def variety(prompt: PromptId) -> tuple[bool, int]:
+        group = groups[prompt]
+        return len({each.reward for each in group}) > 1, len({tokens_of(each).tobytes() for each in group})
+
+    order = sorted(groups, key=variety, reverse=True)
     sizes = np.cumsum([sum(tokens_of(each).size for each in groups[prompt]) for prompt in order])
     num_fitting = int((sizes <= MAX_DRAWN_TOKENS).sum())
     return order[: min(MAX_DRAWN_PROMPTS, max(1, num_fitting))]
-
-
-def _variety(group: Sequence[Trajectory]) -> tuple[bool, int]:
-    """Return whether rewards differ, and the number of different rollouts."""
-    return len({each.reward for each in group}) > 1, len({tokens_of(each).tobytes() for each in group})
 
 
 def tokens_of(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -5,19 +5,20 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from treering import metrics
 from treering.errors import InputError
 from treering.files.lock import is_locked
 from treering.files.step_lines import read_rows, spans
 from treering.files.writing import check_regular, write_text
+from treering.metrics import METRICS_FILE
 
 CONFIG_FILE = "config.json"
-METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = "run.lock"
 DEMO_FILE = "demo.json"
-SIDES = ("plain", "treering")
+Side = Literal["plain", "treering"]
+SIDES: tuple[Side, Side] = ("plain", "treering")
 """Runs in a demo's folder, ours last."""
 
 Row = Mapping[str, Any]
@@ -201,7 +202,8 @@ def held_out(rows: Sequence[Row]) -> dict[str, str]:
     """
     evaluated = [(row["step"], row) for row in rows if any(name.startswith("eval/") for name in row)]
     names = [metrics.EVAL_LOSS, metrics.EVAL_REWARD]
-    names += sorted({name for _, row in evaluated for name in row if metrics.EVAL_PASS_AT in name}, key=_k_of)
+    passes = {name for _, row in evaluated for name in row if metrics.EVAL_PASS_AT in name}
+    names += sorted(passes, key=lambda name: int(name.removeprefix(metrics.EVAL_PASS_AT)))
     found = {}
     for name in names:
         values = [(step, value) for step, row in evaluated if (value := number(row.get(name))) is not None]
@@ -210,10 +212,6 @@ def held_out(rows: Sequence[Row]) -> dict[str, str]:
             words = name.removeprefix("eval/").replace("pass_at_", "pass@")
             found[f"held-out {words}"] = f"{at_first:.4f} after step {first}, {at_last:.4f} after step {last}"
     return found
-
-
-def _k_of(name: str) -> int:
-    return int(name.removeprefix(metrics.EVAL_PASS_AT))
 
 
 def phase_seconds(row: Row) -> dict[str, float]:

@@ -90,7 +90,7 @@ class Drafting:
         Make a new drafter with the old one's state: engines that hold the old drafter must be made again.
         """
         options, state = self.options, self.state()
-        saved = HistoryStore.load(file, max_bytes=options.max_bytes, max_epochs=options.max_epochs)
+        saved = HistoryStore.load(file, max_bytes=options.max_bytes)
         if self.folder is not None:
             self.store.close()
             saved = _copied(saved, self._open_store())
@@ -127,7 +127,7 @@ class Drafting:
         if self.folder is not None:
             # Drop the history of an earlier run in the folder.
             HistoryStore(self.folder, max_bytes=1).close()
-        return HistoryStore(self.folder, max_bytes=self.options.max_bytes, max_epochs=self.options.max_epochs)
+        return HistoryStore(self.folder, max_bytes=self.options.max_bytes)
 
 
 def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:

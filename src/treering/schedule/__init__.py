@@ -37,21 +37,7 @@ _HOMES = {
     "synthetic_trace": "traces",
 }
 
-__all__ = [
-    "AssignmentRequest",
-    "Cluster",
-    "Forecast",
-    "HistoPipe",
-    "Latency",
-    "Timeline",
-    "Trace",
-    "TraceStep",
-    "linear_latency",
-    "make_policy",
-    "read_trace",
-    "simulate",
-    "synthetic_trace",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

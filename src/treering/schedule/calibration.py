@@ -146,7 +146,6 @@ class CalibratedLengths:
         return self._errors[1]
 
     def _all_learnt(self) -> Pairs:
-        """Return log predictions and log lengths of all learnt steps."""
         guesses, lengths = (np.concatenate(each) for each in zip(*self._learnt, strict=True))
         return guesses, lengths
 
@@ -201,11 +200,13 @@ def calibrate(predicted: ArrayLike, actual: ArrayLike) -> Calibration:
     """
     guesses, lengths = _pairs(predicted, actual)
     errors = np.log(lengths / guesses)
+    left, right = (ranks - ranks.mean() for ranks in (mean_ranks(guesses), mean_ranks(lengths)))
+    scale = float(np.sqrt((left @ left) * (right @ right)))
     return Calibration(
         num_rollouts=lengths.size,
         sigma=float(errors.std()),
         bias=float(errors.mean()),
-        spearman=_correlation(mean_ranks(guesses), mean_ranks(lengths)),
+        spearman=float(left @ right) / scale if scale else 0.0,
         coverage=float((lengths <= guesses).mean()),
     )
 
@@ -267,9 +268,3 @@ def _pairs(predicted: ArrayLike, actual: ArrayLike) -> tuple[NDArray[np.float64]
     if not (np.isfinite(guesses) & (guesses > 0) & np.isfinite(lengths) & (lengths > 0)).all():
         raise InputError("lengths must be finite and above 0; drop empty rollouts")
     return guesses, lengths
-
-
-def _correlation(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:
-    left, right = left - left.mean(), right - right.mean()
-    scale = float(np.sqrt((left @ left) * (right @ right)))
-    return float(left @ right) / scale if scale else 0.0

@@ -65,7 +65,8 @@ def search_problem(request: AssignmentRequest, calibrated: CalibratedLengths, *,
     An update time of 0 counts as unknown.
     """
     cluster = request.cluster
-    num_workers = _num_simulated(cluster.num_workers, request.forecasts[0].num_rollouts)
+    enough = max(round(cluster.num_workers * _MAX_ROLLOUTS / request.forecasts[0].num_rollouts), _MIN_WORKERS)
+    num_workers = min(cluster.num_workers, enough, _MAX_WORKERS)
     small = replace(cluster, num_workers=num_workers)
     num_steps = _STEPS_PER_TURN * (cluster.staleness + 1)
     ahead = [request.forecasts[i % len(request.forecasts)] for i in range(num_steps)]
@@ -75,11 +76,6 @@ def search_problem(request: AssignmentRequest, calibrated: CalibratedLengths, *,
     if small.latency.training_s == 0:
         small = with_training(small, traces[0], _USUAL_TRAINING)
     return SearchProblem(cluster=small, traces=tuple(traces))
-
-
-def _num_simulated(num_workers: int, num_rollouts: int) -> int:
-    enough = max(round(num_workers * _MAX_ROLLOUTS / num_rollouts), _MIN_WORKERS)
-    return min(num_workers, enough, _MAX_WORKERS)
 
 
 def search(problem: SearchProblem, present: Placement | None = None) -> Placement:
@@ -134,21 +130,18 @@ class _Candidates:
     def winner(self, present: Placement | None) -> Placement:
         finalists = sorted(self._first, key=self._first.__getitem__)[:_NUM_FINALISTS]
         finalists += [present] if present is not None and present not in finalists else []
-        makespans = {placement: self._makespans(placement) for placement in finalists}
+        others = self._problem.traces[1:]
+        makespans = {placement: [self._makespan(placement, trace) for trace in others] for placement in finalists}
         best = min(makespans, key=lambda placement: sum(makespans[placement]))
         if present is None or _is_clearly_less(makespans[best], makespans[present]):
             return best
         return present
-
-    def _makespans(self, placement: Placement) -> list[float]:
-        return [self._makespan(placement, trace) for trace in self._problem.traces[1:]]
 
     def _makespan(self, placement: Placement, trace: Trace) -> float:
         return simulate(PlacementPolicy(placement), trace, workers=self._problem.cluster).makespan_s
 
 
 def _is_clearly_less(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether makespans are shorter on every trace, and clearly shorter in sum."""
     return all(one < other for one, other in zip(some, others, strict=True)) and _CLEARLY * sum(some) < sum(others)
 
 

@@ -157,7 +157,6 @@ def run_with_rehearsals(
 
 @compiled_once()
 def _next_queue(work: StepRollouts, heads: Int64Array, worker: int, stealing: bool) -> int:
-    """Return the worker's own queue, else the longest one if it may steal, else -1."""
     if heads[worker] < work.offsets[worker + 1]:
         return worker
     found, most = -1, 0

@@ -226,16 +226,11 @@ def _cut(rows: list[_Row], num_rollouts: int | None) -> Iterator[list[list[_Row]
 
 def _as_step(groups: list[list[_Row]]) -> LoggedStep:
     rows = [row for group in groups for row in group]
+    # A row without turns is one turn without waiting.
+    turns = [row.turns or ((row.length, 0.0),) for row in rows] if any(row.turns for row in rows) else None
     return LoggedStep(
         prompts=tuple(row.prompt for row in rows),
         lengths=np.array([row.length for row in rows], np.int64),
         num_prompt_tokens=np.array([row.num_prompt_tokens for row in rows], np.int64),
-        turns=_turns_of(rows),
+        turns=None if turns is None else Turns.of(turns),
     )
-
-
-def _turns_of(rows: list[_Row]) -> Turns | None:
-    """Return the turns of a step's rows; a row without turns is one turn without waiting."""
-    if not any(row.turns for row in rows):
-        return None
-    return Turns.of([row.turns or ((row.length, 0.0),) for row in rows])

@@ -84,7 +84,9 @@ def work_s(step: TraceStep, cluster: Cluster) -> float:
     """
     rows = cluster.latency.token_s(cluster.num_slots)[1:]
     per_token = float((rows / np.arange(1, rows.size + 1)).min())
-    return (int(step.lengths.sum()) * per_token + _prefill_s(step, cluster)) / cluster.num_workers
+    num_prefilled = 0 if step.num_prompt_tokens is None else int(step.num_prompt_tokens.sum())
+    prefill_s = num_prefilled * cluster.latency.prefill_s
+    return (int(step.lengths.sum()) * per_token + prefill_s) / cluster.num_workers
 
 
 def with_training(cluster: Cluster, trace: Trace, share: float) -> Cluster:
@@ -119,11 +121,6 @@ def bound_s(trace: Trace, cluster: Cluster) -> float:
     links = np.array([cluster.latency.load_s + longest_s(step, cluster) + training_s for step in trace.steps])
     chains = [float(links[first::lag].sum()) - cluster.latency.load_s for first in range(min(lag, links.size))]
     return max(work, *chains)
-
-
-def _prefill_s(step: TraceStep, cluster: Cluster) -> float:
-    tokens = 0 if step.num_prompt_tokens is None else int(step.num_prompt_tokens.sum())
-    return tokens * cluster.latency.prefill_s
 
 
 _MOVING = MappingProxyType({"off": OFF, "drain": DRAIN, "consolidate": CONSOLIDATE})
@@ -202,8 +199,6 @@ def checked(assignment: Assignment, num_rollouts: int, num_workers: int) -> Assi
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Share:
-    """One simulated step: start, end and rollouts of each worker."""
-
     workers: NDArray[np.int64]
     started_s: NDArray[np.float64]
     ended_s: NDArray[np.float64]
@@ -248,7 +243,6 @@ class _Simulation:
         self._trained.append(max(self._sampled[-1], before) + latency.training_s)
 
     def timeline(self, policy: SchedulePolicy) -> Timeline:
-        """Return the timeline of the steps so far."""
         shares, sizes = self._shares, [share.workers.size for share in self._shares]
         return Timeline(
             policy=policy.name,

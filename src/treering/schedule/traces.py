@@ -213,7 +213,6 @@ def predicted_steps(
 
 
 def _groups(step: LoggedStep) -> list[tuple[PromptId, slice]]:
-    """Return each prompt of a step with the slice of its rollouts."""
     groups, start = [], 0
     for prompt, members in groupby(step.prompts):
         stop = start + sum(1 for _ in members)

@@ -12,6 +12,6 @@ TINY = RunSize(num_prompts=4, prompts_per_step=2, group_size=3, num_steps=4, max
 
 
 def random_start(folder: Path, seed: int = 0) -> Start:
-    config = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, device="cpu")
-    build_model(config, num_ids=demo_task(4, seed).vocab_size, seed=seed, folder=None).save_pretrained(folder)
+    config = ModelConfig(hidden_size=16, num_layers=1, device="cpu")
+    build_model(config, num_ids=demo_task(4).vocab_size, seed=seed, folder=None).save_pretrained(folder)
     return Start(folder=folder, num_steps=0, accuracy=0.25)

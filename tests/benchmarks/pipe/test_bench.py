@@ -18,7 +18,7 @@ from treering.engine.torch_engine import TorchEngine
 
 
 def test_a_timed_engine_samples_the_same_and_writes_each_pass_down(tmp_path: Path) -> None:
-    task = demo_task(2, 0)
+    task = demo_task(2)
     model = build_model(ModelConfig(hidden_size=16, num_layers=1), num_ids=task.vocab_size, seed=0, folder=None)
     requests = [Request(prompt_id=p.prompt_id, prompt=p.tokens, sampling=Sampling(max_tokens=5)) for p in task.prompts]
     plain, engine = (TorchEngine(model, max_batch=2, max_tokens=200) for _ in range(2))

@@ -16,7 +16,7 @@ from treering.config import RlConfig
 from treering.data import write_trajectories
 from treering.history.draft.drafter import Drafter
 from treering.history.features import SOURCES
-from treering.report.content import drafter_settings, num_history_epochs
+from treering.report.content import drafter_settings
 
 as_json = partial(runs.as_json, run)
 
@@ -109,7 +109,6 @@ def test_a_sample_is_whole_prompts_and_is_reported(
 def test_settings_are_those_of_the_run(folder: Path) -> None:
     config = RlConfig.model_validate({"rl": {"num_steps": 1}, "history": {"drafts": "off", "sources": []}})
     assert inspect_drafts(InspectOptions(files=[folder])).verify_cost == config.history.min_acceptance
-    assert num_history_epochs({}) == config.history.max_epochs
     written = config.model_dump(mode="json")
     assert drafter_settings(written)["max_draft"] == config.history.max_draft
     assert drafter_settings(written)["sources"] == SOURCES, "a replay says what drafts would have done"

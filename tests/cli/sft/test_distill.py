@@ -7,8 +7,8 @@ from tests.cli.hub_cache import save_tokenizer
 from tests.cli.runs import Call, metrics_of, weights_of
 from tests.cli.sft.test_command import config, write_set
 from tests.models import build
-from treering.cli.models import load_teacher
-from treering.config.model import ModelConfig
+from treering.cli.models import find_teacher
+from treering.config.model import DistillOptions, ModelConfig
 from treering.errors import InputError, StateError
 
 FILES = 'files = ["set.jsonl"]'
@@ -20,7 +20,7 @@ def of_student(folder: Path) -> Path:
     build("llama", seed=1).save_pretrained(folder / "student")
     path = config(folder, FILES)
     head, shape, rest = re.split(r"(?<=\[model\]\n)(.*?)(?=\n\[)", path.read_text(), maxsplit=1, flags=re.DOTALL)
-    assert "num_heads" in shape
+    assert "num_layers" in shape
     path.write_text(f'{head}path = "student"\ndevice = "cpu"\n{rest}')
     return path
 
@@ -46,12 +46,13 @@ def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(
 ) -> None:
     saved = save_tokenizer(folder / "teacher", ["a", "b", "c"])
     build("llama").save_pretrained(saved)
-    model = ModelConfig(device="cpu", dtype="bfloat16")
-    assert load_teacher(saved, model, tokenizer=save_tokenizer(folder / "same", ["a", "b", "c"])).dtype.itemsize == 2
+    teacher, student = DistillOptions(path=str(saved)), ModelConfig(device="cpu", dtype="bfloat16")
+    same, other = (save_tokenizer(folder / name, ["a", *name]) for name in ("bc", "cb"))
+    assert find_teacher(teacher, student, Path(), tokenizer=same).dtype.itemsize == 2
     with pytest.raises(InputError, match=r"token 'b' is 1 in .* and 2 in .*2 differ"):
-        load_teacher(saved, model, tokenizer=save_tokenizer(folder / "other", ["a", "c", "b"]))
-    with pytest.raises(InputError, match=r"^teacher\.path must be the folder"):
-        load_teacher(folder / "none", model, tokenizer=None)
+        find_teacher(teacher, student, Path(), tokenizer=other)
+    with pytest.raises(InputError, match=r"none is not in"):
+        find_teacher(DistillOptions(path=str(folder / "none")), student, Path(), tokenizer=None)
     write_set(folder / "set.jsonl", [1, 2, 3], [1, 2, 4])
     with pytest.raises(InputError, match="share the student's tokenizer"):
         sft(config(folder, FILES), DISTILL[0])

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from tests.cli.runs import metrics_of
 from tests.data.images.vlm_folder import as_bytes, as_uri, image, make_folder
 from treering.cli.corpus import load_corpus
-from treering.cli.eval.eval_options import EvalArguments
-from treering.cli.eval.run_eval import run as evaluate
+from treering.cli.options import EvalArguments
+from treering.cli.run_eval import run as evaluate
 from treering.cli.sft_command import split_corpus
 from treering.config import SftConfig, load
 from treering.errors import ConfigError

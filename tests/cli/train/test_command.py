@@ -31,7 +31,7 @@ num_threads = 1
 [optim]
 learning_rate = 1e-2
 """
-SUMS = "num_prompts = 3"
+SUMS = "max_prompts = 3"
 WORDS = ["?", "q", "<|im_start|>", "<|im_end|>", "user", "assistant", "yes", "no", "1", "2", "3"]
 
 
@@ -113,7 +113,7 @@ def test_the_advice_on_weights_that_have_diverged_works(folder: Path, train: Cal
     ):
         train(path, "run.dir=out", *settings)
     train(path, "run.dir=whole", "rl.num_steps=1")
-    path.write_text(re.sub(r"(?s)hidden_size.*?intermediate_size = 16\n", "", path.read_text()))
+    path.write_text(re.sub(r"(?s)hidden_size.*?num_layers = 1\n", "", path.read_text()))
     assert train(path, "run.dir=next", "model.path=whole/checkpoints/step-000001")[0]["num_steps"] == 4
 
 
@@ -165,7 +165,7 @@ def test_a_warm_up_trains_on_other_prompts_first_and_only_once(folder: Path, tra
 
 def test_a_run_with_a_warm_up_goes_on_from_its_policy_and_not_from_the_warm_up(folder: Path, train: Call) -> None:
     # Easy enough that some answers are right, so that rewards vary and the policy moves.
-    easy = config(folder, "num_prompts = 3\nmax_terms = 2\nmax_number = 3")
+    easy = config(folder, "max_prompts = 3\nmax_terms = 2\nmax_number = 3")
     start = ["warmup.num_steps=80", "warmup.learning_rate=2e-2", "model.hidden_size=32"]
     whole, _ = train(easy, "run.dir=whole", "rl.num_steps=5", *start)
     train(easy, "run.dir=parts", *start)
@@ -289,7 +289,7 @@ def test_prompts_are_read_by_the_tokenizer_of_the_model_folder(folder: Path, tra
 
 def test_what_cannot_be_trained_is_refused(folder: Path, train: Call) -> None:
     with pytest.raises(ConfigError, match="there are 3 sums"):
-        train(config(folder), "task.num_prompts=10", "task.max_number=1")
+        train(config(folder), "task.max_prompts=10", "task.max_number=1")
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ CONFIG = ("task.kind=environment", "task.env=envs.py:Digits", "task.max_turn_tok
 @pytest.fixture
 def trained(commands: Commands) -> Commands:
     (commands.folder / "envs.py").write_text(ENVIRONMENT)
-    text = (commands.folder / "train.toml").read_text().replace("num_prompts = 4\n", "").replace("max_tokens = 6\n", "")
+    text = (commands.folder / "train.toml").read_text().replace("max_prompts = 4\n", "").replace("max_tokens = 6\n", "")
     (commands.folder / "train.toml").write_text(text)
     return commands
 
@@ -77,7 +77,7 @@ def test_held_out_tasks_are_evaluated_and_never_trained(trained: Commands) -> No
     [
         (["task.env=envs.py:Broken", "runtime.workers=1"], "task.max_failed allows 50%"),
         (["task.env=envs.py:Nothing"], "has none named 'Nothing'"),
-        (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to "sums"'),
+        (["task.max_number=3"], 'kind = "environment" has no max_number, which belong to "sums"'),
         (["runtime.workers=1", "runtime.rebalance=running"], "stay on the worker where they began"),
         (["warmup.num_steps=2"], 'task.kind = "environment" has none'),
         (["task.max_turn_tokens=100"], "bounds a context with its turn"),

@@ -58,3 +58,4 @@ def test_a_resumed_run_of_adapters_has_the_base_model(lora_commands: Commands) -
 @pytest.mark.usefixtures("none_is_loaded")
 def test_a_run_without_it_loads_no_reference(commands: Commands) -> None:
     commands.done("train", "rl.num_steps=1")
+    assert kl_of(commands.folder / "out") == []

@@ -60,10 +60,12 @@ def worst(model: torch.nn.Module, rollouts: list[Rollout], prompt: Any = PROMPT,
 
 
 @pytest.mark.parametrize(
-    "law", [law for law in LAWS if law.__name__ not in {*NEED_TOKENS, MANY_ENGINES}], ids=lambda law: law.__name__
+    "assert_law",
+    [law for law in LAWS if law.__name__ not in {*NEED_TOKENS, MANY_ENGINES}],
+    ids=lambda law: law.__name__,
 )
-def test_the_engine_keeps_the_law(host: Host, law: Callable[[MakeEngine], None]) -> None:
-    law(lambda max_batch: host.engine(max_batch=max_batch))
+def test_the_engine_keeps_the_law(host: Host, assert_law: Callable[[MakeEngine], None]) -> None:
+    assert_law(lambda max_batch: host.engine(max_batch=max_batch))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: m
 GROUP_SIZE, PROMPTS_PER_STEP, NUM_PROMPTS = 3, 2, 5
 SETTINGS = (
     *("engine.kind=vllm", "engine.verification=exact", "engine.max_batch=8", "history.max_draft=8"),
-    *("model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.intermediate_size=64"),
+    *("model.hidden_size=64", "model.num_layers=2"),
     *("sampling.max_tokens=24", "rl.num_steps=3", "run.dir=out", "run.save_every=1"),
 )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.mixtral import modeling_mixtral
 
-from treering.config.router import RouterLosses
+from treering.config.steps import RouterLosses
 
 
 def wide_balance_loss() -> Any:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import treering
 from tests.forests import SHAPES
 from tests.models import VOCAB, build
-from treering.config.router import RouterLosses
+from treering.config.steps import RouterLosses
 from treering.objectives import distill, dpo, grpo, gspo, sft
 from treering.train import step as step_module
 from treering.train.objective import Objective

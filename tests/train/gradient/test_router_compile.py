@@ -11,7 +11,7 @@ from tests.forests import SHAPES
 from tests.model.test_compile import BACKEND, compile_layers, wrap
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from tests.train.gradient.test_backward import batch_of, forests_of
-from treering.config.router import RouterLosses
+from treering.config.steps import RouterLosses
 from treering.errors import StateError
 from treering.objectives import sft
 from treering.train.step import backward

@@ -21,7 +21,7 @@ from tests.train.gradient.test_backward import batch_of, forests_of
 from tests.train.gradient.test_partitioned import MODES, cut_by
 from tests.train.objectives.cases import CASES
 from tests.train.objectives.flat_objectives import data_of, run_flat
-from treering.config.router import RouterLosses
+from treering.config.steps import RouterLosses
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.model.layers import enable_gradient_checkpointing
 from treering.model.routers import find_routers

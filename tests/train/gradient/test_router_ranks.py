@@ -16,7 +16,7 @@ from tests.partitions import forced
 from tests.train.flat import Batch, flat_loss
 from tests.train.gradient.flat_routers import flat_router_terms
 from tests.train.gradient.test_router_losses import BATCH, EXACT, LARGEST, LOSSES, MODEL
-from treering.config.router import RouterLosses
+from treering.config.steps import RouterLosses
 from treering.objectives import sft
 from treering.ranks.group import RankGroup
 from treering.ranks.setup import RanksMode, StepRanks

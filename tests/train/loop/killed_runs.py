@@ -5,8 +5,9 @@ from pathlib import Path
 
 from tests.killing import main
 from tests.train.loop.runs import store, tensors_of, tiny_loop
-from treering.metrics import JsonlSink, Metrics
-from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE, open_run, run_steps
+from treering.files.writing import CHECKPOINTS_FOLDER
+from treering.metrics import METRICS_FILE, JsonlSink, Metrics
+from treering.train.loop.saved_run import open_run, run_steps
 
 NUM_STEPS = 5
 SAVE_EVERY = 2

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from tests.train.loop.runs import assert_bitwise_equal, store, tensors_of, tiny_loop
-from treering.config.lora import LoraOptions
+from treering.config.model import LoraOptions
 from treering.errors import ConfigError, UnsupportedError
 from treering.model.forward import forward
 from treering.model.layers import enable_gradient_checkpointing

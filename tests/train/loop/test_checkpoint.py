@@ -19,8 +19,9 @@ from treering.config.optim import OptimOptions
 from treering.config.sft_config import SftOptions
 from treering.errors import StateError, UnsupportedError
 from treering.files.writing import MANIFEST, read_facts, write_folder
+from treering.metrics import METRICS_FILE
 from treering.train.loop.checkpoint import STATE_FILE, checkpoint_path, set_random_state
-from treering.train.loop.saved_run import METRICS_FILE, open_run
+from treering.train.loop.saved_run import open_run
 from treering.train.loop.sft_loop import SftLoop
 
 WEIGHTS = "model.safetensors"

@@ -5,7 +5,7 @@ import torch
 
 from tests.models import build
 from tests.train.loop.runs import tiny_tasks
-from treering.config.distill_options import DistillOptions
+from treering.config.model import DistillOptions
 from treering.config.optim import OptimOptions
 from treering.config.sft_config import SftOptions
 from treering.errors import ConfigError, InputError

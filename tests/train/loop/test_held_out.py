@@ -10,10 +10,10 @@ import torch
 from tests.models import build, build_float64
 from tests.train.loop.runs import assert_bitwise_equal, store, tensors_of, tiny_loop, tiny_tasks
 from treering.config.steps import ComputeOptions
-from treering.metrics import JsonlSink, Metrics
+from treering.metrics import METRICS_FILE, JsonlSink, Metrics
 from treering.train.loop.batches import TrainingTask
 from treering.train.loop.held_out import Evaluation, HeldOutLoss, best_step
-from treering.train.loop.saved_run import METRICS_FILE, knows_first, open_run, run_steps
+from treering.train.loop.saved_run import knows_first, open_run, run_steps
 
 HELD_OUT = tiny_tasks(9)[5:]
 

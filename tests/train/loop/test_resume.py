@@ -9,9 +9,9 @@ import pytest
 from tests.killing import NUM_MOMENTS, reports_of
 from tests.train.loop.killed_runs import NUM_STEPS
 from tests.train.loop.runs import store, tiny_loop
-from treering.metrics import JsonlSink, Metrics
+from treering.metrics import METRICS_FILE, JsonlSink, Metrics
 from treering.train.loop.checkpoint import StepReport
-from treering.train.loop.saved_run import METRICS_FILE, open_run, run_steps
+from treering.train.loop.saved_run import open_run, run_steps
 
 
 @pytest.mark.slow

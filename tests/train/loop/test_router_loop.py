@@ -5,7 +5,7 @@ import pytest
 from tests.models import build
 from tests.rl.runs import scripted_loop
 from tests.train.loop.runs import tiny_loop
-from treering.config.router import RouterLosses
+from treering.config.steps import RouterLosses
 from treering.errors import UnsupportedError
 
 LOSSES = RouterLosses(balance=0.05, z=0.01)

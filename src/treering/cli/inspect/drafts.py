@@ -23,9 +23,11 @@ from treering.data.formats.containers import record_files
 from treering.errors import InputError
 from treering.history.draft.drafter import MIN_ACCEPTANCE
 from treering.history.draft.kernel import propose
-from treering.report.content import drafter_settings, num_history_epochs
+from treering.history.store.store import MAX_EPOCHS
+from treering.metrics import METRICS_FILE
+from treering.report.content import drafter_settings
 from treering.report.rollout_views import ROLLOUTS_FOLDER
-from treering.report.run_data import CONFIG_FILE, METRICS_FILE, RunData, by_epoch, read_run
+from treering.report.run_data import CONFIG_FILE, by_epoch, read_run
 
 REPLAY_TOKENS = 1 << 18
 """Sampled tokens replayed without `--max-rollouts`, roughly; at worst some 30,000 per second."""
@@ -64,15 +66,6 @@ class RolloutOutline:
         return chosen.record(tokens_of)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedDrafts:
-    """Figures that a run logged about the drafts of an epoch, over all its steps."""
-
-    tokens_per_forward: float
-    acceptance: float | None
-    """None if nothing was drafted."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpochDrafts:
     """One epoch; in file order, the rollouts with this number of earlier ones of their prompt."""
@@ -80,8 +73,8 @@ class EpochDrafts:
     epoch: int
     num_rollouts: int
     drafted: dict[Look, Drafted]
-    run: LoggedDrafts | None
-    """Figures that the run logged; None if it logged none."""
+    run: dict[str, Any] | None
+    """Figures that the run logged over its steps, "tokens_per_forward" and "acceptance"; None if it logged none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,7 +132,10 @@ def inspect_drafts(options: InspectOptions) -> DraftsReport:
     with WorkProgress(PlainConsole(stderr=True)) as progress:
         rollouts = read_rollouts(options, progress)
         recorded, order = rollouts.outline, rollouts.order
-        replayed = rollouts.record(_chosen(recorded, options.max_rollouts))
+        weights, limit = recorded.lengths, REPLAY_TOKENS
+        if options.max_rollouts is not None:
+            weights, limit = np.ones_like(recorded.lengths), options.max_rollouts
+        replayed = rollouts.record(some_prompts(recorded, weights=weights, limit=limit))
         for note in () if run is None else run.notes:
             progress.console.print(note, soft_wrap=True)
         config = {} if run is None else run.config
@@ -148,19 +144,26 @@ def inspect_drafts(options: InspectOptions) -> DraftsReport:
             settings = settings | {"min_acceptance": options.verify_cost}
         note_compiling(progress.console, propose)
         on_tokens = progress.counting("drafting", len(LOOKS) * int(replayed.lengths.sum()))
-        max_epochs = int(replayed.epochs.max()) + 1 if order == "file" else num_history_epochs(config)
+        max_epochs = int(replayed.epochs.max()) + 1 if order == "file" else MAX_EPOCHS
         drafted = {
             look: replay(replayed, look, max_epochs=max_epochs, settings=settings, on_tokens=on_tokens)
             for look in LOOKS
         }
-    logged = _logged(run) if len(options.files) == 1 else {}
+    rows = by_epoch(run.rows) if run is not None and len(options.files) == 1 else []
+    logged = {
+        row["epoch"]: {name: row[name] for name in ("tokens_per_forward", "acceptance")}
+        for row in rows
+        if row["tokens_per_forward"] is not None
+    }
+    first = np.full(len(replayed.prompt_ids), np.iinfo(np.int64).max)
+    np.minimum.at(first, replayed.prompts, replayed.epochs)
     return DraftsReport(
         source=", ".join(str(path) for path in options.files),
         order=order,
         num_rollouts=replayed.num_rollouts,
         num_recorded=recorded.num_rollouts,
         num_prompts=np.unique(replayed.prompts).size,
-        num_with_history=_num_with_history(replayed),
+        num_with_history=int((replayed.epochs > first[replayed.prompts]).sum()),
         verify_cost=settings.get("min_acceptance", MIN_ACCEPTANCE),
         epochs=tuple(
             EpochDrafts(
@@ -172,28 +175,6 @@ def inspect_drafts(options: InspectOptions) -> DraftsReport:
             for epoch in drafted["all"]
         ),
     )
-
-
-def _chosen(recorded: Outline, max_rollouts: int | None) -> Outline:
-    if max_rollouts is None:
-        return some_prompts(recorded, weights=recorded.lengths, limit=REPLAY_TOKENS)
-    return some_prompts(recorded, weights=np.ones_like(recorded.lengths), limit=max_rollouts)
-
-
-def _logged(run: RunData | None) -> dict[int, LoggedDrafts]:
-    """Return what a run logged about its own drafts, by epoch."""
-    rows = [] if run is None else by_epoch(run.rows)
-    return {
-        int(row["epoch"]): LoggedDrafts(tokens_per_forward=row["tokens_per_forward"], acceptance=row["acceptance"])
-        for row in rows
-        if row["epoch"] is not None and row["tokens_per_forward"] is not None
-    }
-
-
-def _num_with_history(recorded: Recorded) -> int:
-    first = np.full(len(recorded.prompt_ids), np.iinfo(np.int64).max)
-    np.minimum.at(first, recorded.prompts, recorded.epochs)
-    return int((recorded.epochs > first[recorded.prompts]).sum())
 
 
 def read_rollouts(options: InspectOptions, progress: WorkProgress) -> RolloutOutline:
@@ -276,7 +257,7 @@ def as_json(report: DraftsReport) -> str:
                 "epoch": epoch.epoch,
                 "num_rollouts": epoch.num_rollouts,
                 "drafted": {look: figures(drafted) for look, drafted in epoch.drafted.items()},
-                "run": None if epoch.run is None else asdict(epoch.run),
+                "run": epoch.run,
             }
             for epoch in report.epochs
         ],
@@ -333,7 +314,7 @@ def _epoch_table(report: DraftsReport) -> Table:
     table = figures_table("By epoch: tokens per step / accepted drafts", ("epoch", *names))
     for epoch in report.epochs:
         cells = [_pair(drafted.tokens_per_step, drafted.acceptance) for drafted in epoch.drafted.values()]
-        own = "-" if epoch.run is None else _pair(epoch.run.tokens_per_forward, epoch.run.acceptance)
+        own = "-" if epoch.run is None else _pair(epoch.run["tokens_per_forward"], epoch.run["acceptance"])
         table.add_row(str(epoch.epoch), *cells, own)
     return table
 

@@ -87,8 +87,6 @@ class ImagesReport:
 
 
 class _Counts:
-    """Sums over tasks."""
-
     def __init__(self, dataset: TokenDataset, vision_tower: VisionTowerShape | None) -> None:
         self._dataset, self._vision_tower = dataset, vision_tower
         self._turn_ends = dataset.last_turn_ends

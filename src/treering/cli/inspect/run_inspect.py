@@ -57,7 +57,8 @@ def run(options: InspectOptions) -> None:
         return
     console = PlainConsole(highlight=False)
     details = detail_tables(reports, shape) if options.more else []
-    for table in [summary_table(reports), *details, *cause_tables(reports)]:
+    causes = [as_table(stem_of(report), report.unique_tokens, report.why) for report in reports if report.why]
+    for table in [summary_table(reports), *details, *causes]:
         console.print(table)
     following = next_command(reports, options)
     images = [image_line(report, shape) for report in reports if report.images]
@@ -117,15 +118,18 @@ def detail_tables(reports: Sequence[FileReport], model_shape: str) -> list[Table
     cuts = _table("Other cuts: one tree for the whole set; each assistant turn its own sample", CUT_COLUMNS)
     shapes = _table("Branching, one tree per task; segment lengths in tokens", SHAPE_COLUMNS)
     for report in reports:
-        gains.add_row(*_gain_cells(report))
-        cuts.add_row(*_cut_cells(report))
-        shapes.add_row(*_shape_cells(report))
+        name, whole, turns, shape = stem_of(report), report.whole_set, report.turns, report.branching
+        counts = (report.rows, report.flat_tokens, report.unique_tokens)
+        ratios = (report.sharing, report.token_bound, report.flop_bound, report.prompt_only_bound)
+        gains.add_row(name, *map(short, counts), *(f"{ratio:.2f}" for ratio in ratios))
+        cut = (whole.sharing, whole.token_bound, whole.flop_bound)
+        turn_bounds = (f"{turns.token_bound:.2f}", f"{turns.flop_bound:.2f}")
+        cuts.add_row(name, *(f"{ratio:.2f}" for ratio in cut), short(turns.samples), *turn_bounds)
+        sizes = (shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.max_segments, shape.num_segments)
+        lengths = (shape.median_segment_length, shape.mean_segment_length, shape.p90_segment_length)
+        cells = [*map(short, sizes), *(short(round(length)) for length in lengths), short(shape.max_segment_length)]
+        shapes.add_row(name, *cells)
     return [gains, cuts, shapes]
-
-
-def cause_tables(reports: Sequence[FileReport]) -> list[Table]:
-    """Return the causes of lost sharing; empty without `--why`."""
-    return [as_table(stem_of(report), report.unique_tokens, report.why) for report in reports if report.why]
 
 
 def short(count: int) -> str:
@@ -144,27 +148,6 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     table = figures_table(title, ("file", *columns))
     table.columns[0].max_width = 18
     return table
-
-
-def _gain_cells(report: FileReport) -> list[str]:
-    counts = (report.rows, report.flat_tokens, report.unique_tokens)
-    ratios = (report.sharing, report.token_bound, report.flop_bound, report.prompt_only_bound)
-    return [stem_of(report), *(short(count) for count in counts), *(f"{ratio:.2f}" for ratio in ratios)]
-
-
-def _cut_cells(report: FileReport) -> list[str]:
-    whole, turns = report.whole_set, report.turns
-    ratios = (whole.sharing, whole.token_bound, whole.flop_bound)
-    cells = [stem_of(report), *(f"{ratio:.2f}" for ratio in ratios), short(turns.samples)]
-    return [*cells, f"{turns.token_bound:.2f}", f"{turns.flop_bound:.2f}"]
-
-
-def _shape_cells(report: FileReport) -> list[str]:
-    shape = report.branching
-    counts = (shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.max_segments)
-    lengths = (shape.median_segment_length, shape.mean_segment_length, shape.p90_segment_length)
-    cells = [stem_of(report), *(short(count) for count in (*counts, shape.num_segments))]
-    return [*cells, *(short(round(length)) for length in lengths), short(shape.max_segment_length)]
 
 
 def _reward_cells(report: FileReport) -> list[str]:
@@ -189,7 +172,13 @@ def verdict(report: FileReport, model_shape: str) -> str:
     """
     because = _why_much(report) if report.flop_bound >= WORTH else _why_little(report)
     gain = f"{stem_of(report)}: trees can train it at most {report.flop_bound:.2f}x as fast ({model_shape}), because"
-    return " ".join([gain, because, *_about_rewards(report)])
+    rewards = report.rewards
+    if rewards is None or not rewards.equal_groups:
+        return f"{gain} {because}"
+    return (
+        f"{gain} {because} In {rewards.equal_groups:,} of {rewards.groups:,} tasks all rewards are the same, so "
+        "group-relative advantages are 0 there."
+    )
 
 
 def training_line(report: FileReport) -> str:
@@ -270,12 +259,6 @@ def _why_little(report: FileReport) -> str:
         f"{alone}; as one task they would give {report.whole_set.flop_bound:.2f}x: set "
         'train.layout = "joined", or give those that begin alike one task_id.'
     )
-
-
-def _about_rewards(report: FileReport) -> Iterator[str]:
-    if report.rewards and report.rewards.equal_groups:
-        equal, groups = report.rewards.equal_groups, report.rewards.groups
-        yield (f"In {equal:,} of {groups:,} tasks all rewards are the same, so group-relative advantages are 0 there.")
 
 
 def _model_of(tokenizer: str | None) -> str:

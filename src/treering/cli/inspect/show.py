@@ -107,7 +107,9 @@ def shown_trajectories(
     file = dataset.facts.source
     numbers = [i for i, one in enumerate(dataset.task_ids) if task is None or str(one) == task]
     if not numbers:
-        raise InputError(f"{file} has no task {task!r}; its first ones are {_first_tasks(dataset.task_ids)}")
+        names = list(dict.fromkeys(map(str, dataset.task_ids)))
+        listed = ", ".join(map(repr, names[:5])) + (f" of {len(names):,}" if len(names) > 5 else "")
+        raise InputError(f"{file} has no task {task!r}; its first ones are {listed}")
     # Indices of trajectories, in file order; a trajectory of several sequences counts once.
     indices = np.unique(np.concatenate([dataset.rows["index"][dataset.rows_of(number)] for number in numbers]))
     chosen = indices[: num_shown or (NUM_SHOWN if task is None else None)]
@@ -124,8 +126,6 @@ def shown_trajectories(
 
 
 class _Texts:
-    """Decodes tokens, and knows which of them are special."""
-
     def __init__(self, folder: Path | None) -> None:
         self._tokenizer: Any = None if folder is None else open_tokenizer(folder)
         added = [] if self._tokenizer is None else list(self._tokenizer.get_added_tokens_decoder())
@@ -171,7 +171,10 @@ def _shown(
     others = (table.tokens(other.tokens, other.images) for other in task if other is not one)
     num_shared = max((num_common(keys, other) for other in others), default=0)
     is_shared = np.arange(one.tokens.size) < num_shared
-    image_numbers = _image_numbers(one)
+    # The number of the image at each token, from 1; 0 for text.
+    image_numbers = np.zeros(one.tokens.size, np.int64)
+    for number, placed in enumerate(one.images, start=1):
+        image_numbers[placed.start : placed.stop] = number
     kinds = np.stack([one.loss_mask, is_shared, texts.are_special(one.tokens), image_numbers], axis=1)
     cuts = [0, *(np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1).tolist(), one.tokens.size]
     return ShownTrajectory(
@@ -198,14 +201,6 @@ def _shown(
     )
 
 
-def _image_numbers(one: RenderedTrajectory) -> npt.NDArray[np.int64]:
-    """Return the number of the image at each token, from 1; 0 for text."""
-    image_numbers = np.zeros(one.tokens.size, np.int64)
-    for number, placed in enumerate(one.images, start=1):
-        image_numbers[placed.start : placed.stop] = number
-    return image_numbers
-
-
 def _image_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails, *, shared: bool) -> TextSpan:
     image = one.images[number - 1].image
     assert isinstance(image, StoredImage), "a file has encoded images"
@@ -218,11 +213,6 @@ def _image_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails, *
         special=True,
         image=SpanImage(number=number, width=width, height=height, digest=digest, thumbnail=thumbnails.of(image)),
     )
-
-
-def _first_tasks(task_ids: Sequence[TaskId]) -> str:
-    names = list(dict.fromkeys(map(str, task_ids)))
-    return ", ".join(map(repr, names[:5])) + (f" of {len(names):,}" if len(names) > 5 else "")
 
 
 MAX_THUMBNAILS = 100
@@ -267,7 +257,9 @@ def run(options: InspectOptions) -> None:
 def show(shown: Sequence[ShownTrajectory], console: Console) -> None:
     """Print a legend, and each trajectory under its heading."""
     has_colours = console.color_system is not None and not console.no_color
-    console.print(_legend(has_colours), soft_wrap=True)
+    trained = Text("trained", _STYLES["trained"]) if has_colours else Text(f"{OPEN}trained{CLOSE}")
+    rest = [(name, _STYLES[name]) for name in ("context", "special")] if has_colours else ["context"]
+    console.print(Text(", ").join([trained, *(Text.assemble(one) for one in rest)]), soft_wrap=True)
     for one in shown:
         console.print()
         console.print(Text(heading(one), "bold underline"), soft_wrap=True)
@@ -325,9 +317,3 @@ def _facts_of(span: TextSpan) -> list[str]:
 
 def _shared_mark(num_shared: int) -> str:
     return f"\u27e8{num_shared:,} shared tokens\u27e9"
-
-
-def _legend(has_colours: bool) -> Text:
-    trained = Text("trained", _STYLES["trained"]) if has_colours else Text(f"{OPEN}trained{CLOSE}")
-    rest = [(name, _STYLES[name]) for name in ("context", "special")] if has_colours else ["context"]
-    return Text(", ").join([trained, *(Text.assemble(one) for one in rest)])

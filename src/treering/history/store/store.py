@@ -26,6 +26,8 @@ from treering.types import MAX_TOKEN_ID, PromptId, TokenIds, is_count
 RolloutKey: TypeAlias = tuple[PromptId, int]
 """(prompt_id, version)."""
 
+MAX_EPOCHS = 2
+"""Policy versions that are kept of a prompt, unless a store is told otherwise."""
 _MAX_VERSION = int(np.iinfo(np.int32).max)
 _SLACK_BYTES = 1 << 20
 """Unused bytes that a folder may hold however small the history is."""
@@ -59,7 +61,7 @@ class HistoryStore(Closing):
         [-1, 5, 7, 8]
     """
 
-    def __init__(self, path: Path | None = None, *, max_bytes: int = 1 << 30, max_epochs: int = 2) -> None:
+    def __init__(self, path: Path | None = None, *, max_bytes: int = 1 << 30, max_epochs: int = MAX_EPOCHS) -> None:
         for name, value in (("max_bytes", max_bytes), ("max_epochs", max_epochs)):
             if not is_count(value, least=1):
                 raise ConfigError(
@@ -156,7 +158,7 @@ class HistoryStore(Closing):
             ) from error
 
     @classmethod
-    def load(cls, file: Path, *, max_bytes: int = 1 << 30, max_epochs: int = 2) -> "HistoryStore":
+    def load(cls, file: Path, *, max_bytes: int = 1 << 30, max_epochs: int = MAX_EPOCHS) -> "HistoryStore":
         """Return a store in memory with the contents of a saved file: the same limits give the same snapshot.
 
         A missing or damaged file gives an empty store, and a damaged prompt is dropped, with one warning each (law 7).

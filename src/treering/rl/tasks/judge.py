@@ -13,7 +13,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from treering.config.judge_config import JudgeConfig
+from treering.config.rl_task import JudgeConfig
 from treering.data.rendering.thoughts import answer_part
 from treering.errors import InputError, StateError, plural
 from treering.files.writing import write_text

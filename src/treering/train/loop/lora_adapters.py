@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from treering.config.lora import LoraOptions
+from treering.config.model import LoraOptions
 from treering.errors import ConfigError, UnsupportedError
 from treering.extras import require
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from treering.arrays import Float64Array
-from treering.config.distill_options import DistillOptions
+from treering.config.model import DistillOptions
 from treering.config.steps import ComputeOptions, StepsOptions
 from treering.errors import ConfigError
 from treering.model.checks import check_whole

@@ -14,7 +14,7 @@ from typing import Any, Generic
 from treering.errors import Interrupted, StateError
 from treering.files.step_lines import read_rows
 from treering.files.writing import check_regular, write_text, writing
-from treering.metrics import Metrics
+from treering.metrics import METRICS_FILE, Metrics
 from treering.ranks.group import RankGroup
 from treering.train.loop.checkpoint import (
     CheckpointStore,
@@ -204,8 +204,6 @@ class Saver(Generic[ReportT]):
 
 
 RUN_FILE = "run.json"
-METRICS_FILE = "metrics.jsonl"
-CHECKPOINTS_FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

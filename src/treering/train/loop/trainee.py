@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treering.arrays import Int32Array, Int64Array
-from treering.config.lora import LoraOptions
+from treering.config.model import LoraOptions
 from treering.errors import InputError, StateError
 from treering.files.writing import writing
 from treering.train.loop.checkpoint import load_weights, num_tensor_bytes, raising_disk_errors

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from treering import metrics
 from treering.config.optim import OptimOptions
-from treering.config.router import RouterLosses
-from treering.config.steps import ComputeOptions
+from treering.config.steps import ComputeOptions, RouterLosses
 from treering.errors import ConfigError, StateError
 from treering.ranks.group import RankGroup
 from treering.ranks.sharded_state import shard_like

@@ -3,47 +3,30 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.display import PlainConsole, WorkProgress, facts_table, warnings_as_lines
-from treering.cli.eval.eval_options import EvalArguments
 from treering.cli.hub import find_folder, find_model
 from treering.cli.models import choose_device, load_checkpoint
+from treering.cli.options import EvalArguments
 from treering.cli.sft_command import read_files, split_corpus
 from treering.cli.train_engine import load_held_out, measure_rewards
 from treering.cli.user_messages import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load
 from treering.config.record import load_written
 from treering.errors import ConfigError, InputError, StateError
-from treering.files.writing import read_facts, read_object
+from treering.files.writing import CHECKPOINTS_FOLDER, read_facts, read_object
 from treering.report.run_data import CONFIG_FILE
 from treering.train.loop.checkpoint import CHECKPOINT_NAME
 from treering.train.loop.held_out import HeldOutLoss, Measure
-from treering.train.loop.saved_run import CHECKPOINTS_FOLDER
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalTarget:
-    """Weights to evaluate, and the configuration to do it with.
-
-    Attributes:
-        weights: folder of the checkpoint or model.
-        config: configuration with its [eval] set.
-    """
-
-    weights: Path
-    config: SftConfig | RlConfig
-
-
-def find_target(options: EvalArguments) -> EvalTarget:
-    """Return the target of a command line.
+def find_target(options: EvalArguments) -> tuple[Path, SftConfig | RlConfig]:
+    """Return the folder of the weights that a command line names, and a configuration with its [eval] set.
 
     Raises:
         ConfigError, InputError: the run or model does not exist, or has no held-out data.
@@ -51,7 +34,11 @@ def find_target(options: EvalArguments) -> EvalTarget:
     name, files, reward, overrides = options.name, options.file or [], options.reward, options.overrides or []
     weights, is_run = find_weights(name, options.step), is_a_run(name)
     written = _written(Path(name)) if is_run else {}
-    data = _data_settings(files, is_prompts=reward is not None or "rl" in written)
+    is_prompts = reward is not None or "rl" in written
+    if is_prompts and len(files) > 1:
+        raise ConfigError(f"prompts are read from one file, but --file names {len(files)}; join them")
+    names = [str(file.resolve()) if file.exists() else str(file) for file in files]
+    data = [f"eval.file={json.dumps(names[0])}" if is_prompts else f"eval.files={json.dumps(names)}"] if names else []
     if reward is not None:
         data.append(f"task.reward={json.dumps(reward)}")
     config: SftConfig | RlConfig
@@ -66,7 +53,7 @@ def find_target(options: EvalArguments) -> EvalTarget:
         raise ConfigError(f"{name} is a model, which has no held-out data; name some with --file")
     if not config.eval.is_set:
         raise ConfigError(f"the run in {name} has no held-out data in [eval]; name some with --file")
-    return EvalTarget(weights=weights, config=config)
+    return weights, config
 
 
 def is_a_run(name: str) -> bool:
@@ -120,15 +107,6 @@ def _written(folder: Path) -> Mapping[str, Any]:
     return {name: value for name, value in written.items() if name != "num_steps"}
 
 
-def _data_settings(files: Sequence[Path], *, is_prompts: bool) -> list[str]:
-    if is_prompts and len(files) > 1:
-        raise ConfigError(f"prompts are read from one file, but --file names {len(files)}; join them")
-    names = [str(file.resolve()) if file.exists() else str(file) for file in files]
-    if not names:
-        return []
-    return [f"eval.file={json.dumps(names[0])}" if is_prompts else f"eval.files={json.dumps(names)}"]
-
-
 def _of_model(
     weights: Path, data: Sequence[str], overrides: Sequence[str], *, is_prompts: bool
 ) -> SftConfig | RlConfig:
@@ -166,34 +144,29 @@ def run(options: EvalArguments) -> None:
     # Transformers' progress bars would disturb ours.
     transformers_logging.disable_progress_bar()
     with only_results_on_stdout() as results:
-        target = find_target(options)
+        weights, config = find_target(options)
         console = PlainConsole(stderr=True, highlight=False)
         with warnings_as_lines(console), WorkProgress(console) as progress, ExitStack() as stack:
-            measure = _measure(target, stack)
+            measure = _measure(weights, config, stack)
             values = dict(measure(lambda phase, done, planned: progress.show(f"{phase} {done:,} of {planned:,}")))
         if options.json_output:
-            print(json.dumps({"weights": str(target.weights), **values}, indent=2), file=results, flush=True)
+            print(json.dumps({"weights": str(weights), **values}, indent=2), file=results, flush=True)
             return
-        PlainConsole(file=results).print(_table(target, values))
+        cells = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for name, value in values.items()}
+        PlainConsole(file=results).print(facts_table("treering eval", {"weights": str(weights), **cells}))
 
 
-def _measure(target: EvalTarget, stack: ExitStack) -> Measure:
-    config = target.config
+def _measure(weights: Path, config: SftConfig | RlConfig, stack: ExitStack) -> Measure:
+    device = choose_device(config.model.device)
     if isinstance(config, RlConfig):
         prompts = load_held_out(config, Path())
         assert prompts is not None, "find_target checks it"
         stack.callback(prompts.close)
-        policy = _model(target, takes_images=prompts.has_images)
+        policy = load_checkpoint(weights, takes_images=prompts.has_images).to(device)
         return measure_rewards(config, prompts, lambda: policy)
     corpus = _held_out(config)
-    model = _model(target, takes_images=corpus.has_images)
-
+    model = load_checkpoint(weights, takes_images=corpus.has_images).to(device)
     return HeldOutLoss(model, corpus.tasks, compute=config.options, layout=config.train.layout)
-
-
-def _model(target: EvalTarget, *, takes_images: bool) -> nn.Module:
-    model = load_checkpoint(target.weights, takes_images=takes_images)
-    return model.to(choose_device(target.config.model.device))
 
 
 def _held_out(config: SftConfig) -> Corpus:
@@ -204,8 +177,3 @@ def _held_out(config: SftConfig) -> Corpus:
     _, held = split_corpus(config, corpus, config_dir=Path(), model=folder)
     assert held is not None, "find_target checks it"
     return held
-
-
-def _table(target: EvalTarget, values: dict[str, float]) -> Table:
-    cells = {metric: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for metric, value in values.items()}
-    return facts_table("treering eval", {"weights": str(target.weights), **cells})

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.display import PlainConsole
-from treering.cli.eval.run_eval import find_weights
 from treering.cli.models import base_of, choose_device, load_checkpoint
-from treering.cli.serve.serve_options import ServeOptions
+from treering.cli.options import ServeOptions
+from treering.cli.run_eval import find_weights
 from treering.engine.host import EngineHost
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, UnsupportedError

@@ -1,1 +1,0 @@
-"""`treering eval`: measure a model on held-out data."""

@@ -1,1 +1,0 @@
-"""`treering serve`: serve a model or a checkpoint over HTTP."""
