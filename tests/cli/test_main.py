@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.cli.runs import call
+from tests.killing import ROOT
 from treering.cli.commands import app
 from treering.cli.inspect.inspect_options import InspectOptions
 from treering.cli.main import main
@@ -205,3 +206,30 @@ def test_notes_about_data_are_one_line_each_on_stderr_and_said_once(
     assert call(monkeypatch, "inspect", "a.jsonl", "--json") == 0
     out, err = capsys.readouterr()
     assert (out, err) == ("{}\n", "treering: note: a.jsonl: one note\ntreering: note: b.jsonl: another\n")
+
+
+# Torch could start while the command line is imported.
+PROGRAM = """
+import os, sys, types
+
+command_line = types.ModuleType("treering.cli.main")
+command_line.main = lambda: print("torch" in sys.modules, *sorted(
+    f"{name}={value}" for name, value in os.environ.items() if name.endswith("ALLOC_CONF")))
+sys.modules["treering.cli.main"] = command_line
+from treering.cli.start import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_the_allocator_has_growing_segments_before_torch_starts_unless_the_user_sets_it(name: str | None) -> None:
+    own = {} if name is None else {name: "max_split_size_mb:64"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={"PYTHONPATH": str(ROOT / "src"), **own},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wanted = own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert done.stdout.split() == ["False", *(f"{key}={value}" for key, value in wanted.items())]

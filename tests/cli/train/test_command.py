@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.cli.hub_cache import save_tokenizer
-from tests.cli.runs import MODEL, Call, is_same, metrics_of
+from tests.cli.runs import MODEL, Call, is_same, metrics_of, started
 from treering.cli.training import run_train as run
 from treering.data import read_trajectories
 from treering.errors import ConfigError, InputError, StateError
@@ -326,3 +326,33 @@ def test_an_engine_without_room_for_a_rollout_is_refused_at_the_start(folder: Pa
         overrides=["run.dir=out", "engine.max_tokens=11", "rl.num_steps=1"],
         json_output=True,
     )
+
+
+NOISY = """
+import ctypes, os, subprocess, sys, threading
+
+print("printed at import")
+
+def reward(prompt, text):
+    print("printed by python")
+    sys.__stdout__.write("written to the first stdout\\n")
+    os.write(1, b"written to the descriptor\\n")
+    subprocess.run(["echo", "printed by a process"], check=True)
+    libc = ctypes.CDLL(None)
+    libc.puts(b"printed by C")
+    libc.fflush(None)
+    threading.Thread(target=print, args=("printed by a thread",)).start()
+    sys.stdout.close()
+    return float(len(text.split()))
+"""
+
+
+def test_what_user_code_prints_goes_to_stderr(folder: Path) -> None:
+    (folder / "noisy.py").write_text(NOISY)
+    path = prompts(folder, "noisy:reward")
+    process = started(folder, "train", str(path), "--json", "run.dir=out", "rl.num_steps=1")
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    assert json.loads(out)["num_steps"] == 1
+    for line in ("at import", "by python", "to the first stdout", "to the descriptor", "by a process", "by C"):
+        assert line in err
