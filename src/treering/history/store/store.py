@@ -27,7 +27,7 @@ RolloutKey: TypeAlias = tuple[PromptId, int]
 """(prompt_id, version)."""
 
 MAX_EPOCHS = 2
-"""Policy versions that are kept of a prompt, unless a store is told otherwise."""
+"""Default number of policy versions that are kept of a prompt."""
 _MAX_VERSION = int(np.iinfo(np.int32).max)
 _SLACK_BYTES = 1 << 20
 """Unused bytes that a folder may hold however small the history is."""
