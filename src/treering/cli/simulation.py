@@ -5,13 +5,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
 
 from treering.cli.display import PlainConsole, WorkProgress, duration, figures_table
-from treering.cli.simulate import SimulateOptions
 from treering.errors import ConfigError, InputError, plural
 from treering.schedule.calibration import calibrate, share_moved_up
 from treering.schedule.cluster import Cluster, linear_latency
@@ -20,6 +19,9 @@ from treering.schedule.rehearsed import RehearsedTimeline, choose_rehearsals, dr
 from treering.schedule.simulator import Timeline, bound_s, with_training
 from treering.schedule.simulator import simulate as simulate_policy
 from treering.schedule.traces import Trace, read_trace, synthetic_trace
+
+if TYPE_CHECKING:
+    from treering.cli.simulate import SimulateOptions
 
 SYNC = "sync"
 """FIFO over random static shards with a barrier after each step: the baseline of speedups."""
@@ -48,7 +50,7 @@ Row = dict[str, Any]
 """Figures of one policy: means over the cases, and the worst."""
 
 
-def run(options: SimulateOptions) -> None:
+def run(options: "SimulateOptions") -> None:
     """Simulate every policy on every case, and print the results as JSON or as a table.
 
     Raises:
@@ -78,7 +80,7 @@ def run(options: SimulateOptions) -> None:
         console.print(sentence, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
-def make_cases(options: SimulateOptions) -> list[Case]:
+def make_cases(options: "SimulateOptions") -> list[Case]:
     """Make traces, from a log or a length distribution, and their workers: one case per seed; a log has one.
 
     Raises:
