@@ -1,6 +1,7 @@
 """Imports run one way: a room imports only from rooms above its own, and some rooms never import torch."""
 
 import ast
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -273,3 +274,14 @@ def test_relative_imports_of_a_package_start_at_the_package() -> None:
         ("treering.tree.forest", True)
     ]
     assert violations("treering.tree", "from ..train import step", is_package=True) != []
+
+
+def test_every_planted_fault_has_its_text_and_tests() -> None:
+    root = SOURCE.parents[1]
+    faults = tomllib.loads((root / "tools" / "planted_faults.toml").read_text(encoding="utf-8"))["fault"]
+    assert [
+        fault["name"]
+        for fault in faults
+        if (SOURCE / fault["file"]).read_text(encoding="utf-8").count(fault["old"]) != 1
+        or not all((root / test.split("::")[0]).exists() for test in fault["tests"].split())
+    ] == []
