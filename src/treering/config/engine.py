@@ -142,7 +142,7 @@ class EngineConfig(Config):
     verification: Literal["rejection", "exact"] = Field(
         default="rejection",
         description="With vllm and drafts. rejection: vLLM's own, exact in distribution. exact: the same tokens as "
-        "without drafts; on CPU only, and necessary there with released builds.",
+        "without drafts; on CPU, where released builds need it, and on CUDA with VLLM_BATCH_INVARIANT=1.",
     )
 
 

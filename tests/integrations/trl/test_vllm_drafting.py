@@ -91,7 +91,7 @@ class Run:
         self.num_steps = self.num_refreshes = 0
         self.batches = VLLMBatches(self, self, self, folder)
 
-    def _generate_and_score_completions(self, prompts: list[list[int]]) -> str:
+    def _generate(self, prompts: list[list[int]]) -> str:
         self.generate(prompts=prompts)
         return "batch"
 
@@ -108,11 +108,11 @@ class Run:
 
 def test_a_batch_is_recorded_and_logged_and_a_resumed_run_s_is_newer(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    assert [run._generate_and_score_completions([[5, 6], [5, 6]]) for _ in range(2)] == ["batch"] * 2
+    assert [run._generate([[5, 6], [5, 6]]) for _ in range(2)] == ["batch"] * 2
     assert run.num_refreshes == 2
     assert run._metrics["train"] == {"rollout/tokens_per_forward": [4 / 3] * 2, "rollout/acceptance": [1 / 4] * 2}
     run.batches._store.close()  # type: ignore[union-attr]
-    Run(tmp_path)._generate_and_score_completions([[5, 6]])
+    Run(tmp_path)._generate([[5, 6]])
     index = HistoryReader(tmp_path).snapshot[hash_of_prompt([5, 6])]
     assert index.versions.tolist() == [2, 1]
     assert index.text.tolist() == [-1, 7, 8, -1, 7, 8, -1, 7, 8]

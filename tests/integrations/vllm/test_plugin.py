@@ -3,6 +3,7 @@
 Does not need vLLM.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from treering.history.draft.request_drafter import RequestDrafter
 from treering.history.store.store import HistoryStore
 from treering.integrations.vllm import HistoryProposer, WorkerExtension, record, request_args
 from treering.integrations.vllm.draft_session import ContentRows, DraftGate, DraftSession, PromptTable, RunnerRows
+from treering.integrations.vllm.exact_sampling import install
 from treering.integrations.vllm.plugin import hide_llvmlite, unpacked, wrap_runner
 from treering.integrations.vllm.vllm_settings import PluginSettings, read_request_args, read_settings
 from treering.types import hash_of_prompt
@@ -272,27 +274,36 @@ def test_rows_of_the_runner_end_by_their_own_limit_and_are_known_by_their_args()
         SimpleNamespace(extra_args=request_args("q", 2, num_prompt_tokens=2), max_tokens=10, min_tokens=4),
         SimpleNamespace(extra_args={"treering": "garbage"}, max_tokens=None, min_tokens=0),
         SimpleNamespace(extra_args=request_args("q", 2, num_prompt_tokens=0), max_tokens=10, min_tokens=0),
+        SimpleNamespace(extra_args=as_text(request_args(None, rehearsed=[3, 4])), max_tokens=10, min_tokens=0),
     ]
-    tokens = np.array([[5, 6, 1], [5, 6, 2], [7, 8, 9]], np.int32)
-    batch = SimpleNamespace(req_ids=["a", "b", "c"], token_ids_cpu=tokens, num_prompt_tokens=np.array([3, 3, 3]))
+    tokens = np.array([[5, 6, 1], [5, 6, 2], [7, 8, 9], [5, 6, 3]], np.int32)
+    batch = SimpleNamespace(req_ids=[*"abcd"], token_ids_cpu=tokens, num_prompt_tokens=np.array([3, 3, 3, 3]))
     runner = SimpleNamespace(
         input_batch=batch,
         requests={
-            name: SimpleNamespace(sampling_params=p, num_prompt_tokens=3) for name, p in zip("abc", params, strict=True)
+            name: SimpleNamespace(sampling_params=p, num_prompt_tokens=3)
+            for name, p in zip("abcd", params, strict=True)
         },
     )
     names = rows.names(runner, SimpleNamespace(finished_req_ids=set()), ())
-    assert names == ["a", "b", "c"]
+    assert names == ["a", "b", "c", "d"]
     assert rows.ends[0] == 13
     assert rows.ends[1] > 1 << 40
-    assert rows.first_ends.tolist() == [7, 0, 0]
+    assert rows.first_ends.tolist() == [7, 0, 0, 0]
     # The second request has no arguments and begins with the first one's original prompt; the third is an episode's
-    # call.
-    assert [requests._requests[name].prompt_id for name in names] == ["q", "q", "q"]
-    assert [requests._requests[name].num_prompt_tokens for name in names] == [2, 2, 0]
+    # call; the fourth has no id.
+    assert [requests._requests[name].prompt_id for name in names] == ["q"] * 4
+    assert [requests._requests[name].num_prompt_tokens for name in names] == [2, 2, 0, 2]
+    assert {name: (begin, tokens.tolist()) for name, (begin, tokens) in rows.rehearsed.items()} == {"d": (3, [3, 4])}
     batch.req_ids = ["b"]
-    assert rows.names(runner, SimpleNamespace(finished_req_ids={"a", "c"}), ()) == ["b"]
+    assert rows.names(runner, SimpleNamespace(finished_req_ids={"a", "c", "d"}), ()) == ["b"]
     assert "a" not in requests
+    assert not rows.rehearsed
+
+
+def as_text(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments as requests over HTTP have them."""
+    return {name: json.dumps(value) for name, value in args.items()}
 
 
 def test_identities_come_back_as_they_were_given_and_wrong_ones_are_refused() -> None:
@@ -302,8 +313,10 @@ def test_identities_come_back_as_they_were_given_and_wrong_ones_are_refused() ->
     for size in (0, 7):
         assert read_request_args(request_args("q", 2, num_prompt_tokens=size)) == ("q", 2, size, ())
     assert read_request_args({"other": 1, **request_args(5)}) == (5, 0, None, ())
-    assert read_request_args(request_args("q", rehearsed=[7, 8])) == ("q", 0, None, [7, 8])
-    for unknown in (None, {}, {"treering": 3}, {"treering": {"prompt_id": 1.5, "draw": 0}}):
+    for args in (request_args("q", rehearsed=[7, 8]), as_text(request_args("q", rehearsed=[7, 8]))):
+        assert read_request_args(args) == ("q", 0, None, [7, 8])
+    assert read_request_args(request_args(None, rehearsed=[7, 8])) == (None, 0, None, [7, 8])
+    for unknown in (None, {}, {"treering": 3}, {"treering": "{"}, {"treering": {"prompt_id": 1.5, "draw": 0}}):
         assert read_request_args(unknown) is None
 
 
@@ -360,3 +373,26 @@ def test_a_worker_starts_without_the_module_of_numba_on_which_it_fails(monkeypat
         dispatcher._rebind_kernels([1])
     assert seen == [([1], False)]
     assert sys.modules[name] is module
+
+
+@pytest.mark.parametrize(
+    ("device", "is_invariant", "problem"),
+    [
+        ("cuda", False, "on cuda a token's logits depend on the batch; set VLLM_BATCH_INVARIANT=1"),
+        ("xpu", True, "on xpu a token's logits depend on the batch"),
+        # The next check, of vLLM's sampler.
+        ("cuda", True, "RejectionSampler.forward takes"),
+        ("cpu", False, "RejectionSampler.forward takes"),
+    ],
+)
+def test_exact_verification_on_a_gpu_needs_batch_invariance(
+    device: str, is_invariant: bool, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = {
+        "vllm": SimpleNamespace(envs=SimpleNamespace(VLLM_BATCH_INVARIANT=is_invariant)),
+        "vllm.v1.sample": SimpleNamespace(rejection_sampler=SimpleNamespace()),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    runner = SimpleNamespace(device=SimpleNamespace(type=device), rejection_sampler=SimpleNamespace())
+    assert problem in (install(runner, "exact") or "")

@@ -22,8 +22,9 @@ from treering.extras import require
 from treering.history.store.history_reader import newest_first
 from treering.history.store.store import HistoryStore
 from treering.integrations.trl.trl_trainers import ROLLOUT_TRAINERS, Overrides, kind_of
+from treering.integrations.trl.vllm_rehearsals import RehearsedBatches, check_rehearsals
 from treering.integrations.vllm.draft_session import PromptTable
-from treering.integrations.vllm.llm import EXTENSION, set_verification
+from treering.integrations.vllm.llm import EXTENSION, Verification, set_verification
 from treering.integrations.vllm.vllm_settings import HISTORY_VARIABLE, PROPOSER, environment_with, speculative_config
 from treering.metrics import ACCEPTANCE, TOKENS_PER_FORWARD
 from treering.types import PromptId
@@ -135,12 +136,13 @@ class Colocated:
 class ServerConnection:
     """vLLM server that a run's main process calls."""
 
-    def __init__(self, client: Any, folder: Path) -> None:
-        """Check that the server drafts from the folder's history.
+    def __init__(self, client: Any, folder: Path, verification: Verification = "rejection") -> None:
+        """Check that the server drafts from the folder's history, and set how it verifies drafts.
 
         Args:
             client: TRL's `VLLMClient`; None except in the main process.
             folder: absolute path of the history.
+            verification: of drafts.
 
         Raises:
             ConfigError: it does not draft, or drafts from another history; gives the command that works.
@@ -163,7 +165,9 @@ class ServerConnection:
                 f"the vLLM server at {client.base_url} drafts from the history {found}, but this run records to "
                 f"{folder}; start it with {HISTORY_VARIABLE}={folder}"
             )
-        problem = self._call("treering_verify", "rejection")
+        problem = self._call("treering_verify", verification)
+        if problem is not None and verification == "exact":
+            raise UnsupportedError(f"the vLLM server cannot keep rehearsed tokens: {problem}; or set rehearse=False")
         if problem is not None:
             raise UnsupportedError(
                 f"drafts would change what the vLLM server samples: {problem}; start it without drafts"
@@ -216,7 +220,7 @@ class VLLMBatches:
         self._store = HistoryStore(folder) if trainer.accelerator.is_main_process else None
         self._version = 0 if self._store is None else _next_version(self._store)
         Overrides(generation).replace("generate", self._generate)
-        Overrides(trainer).replace("_generate_and_score_completions", self._sample)
+        Overrides(trainer).replace("_generate", self._sample)
 
     def _generate(self, original: Callable[..., Any], prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         found = original(prompts, *args, **kwargs)
@@ -260,7 +264,7 @@ def _next_version(store: HistoryStore) -> int:
 
 
 @contextmanager
-def vllm_drafts(history: Path | str, *, max_draft: int = 16) -> Iterator[None]:
+def vllm_drafts(history: Path | str, *, max_draft: int = 16, rehearse: bool = False) -> Iterator[None]:
     """Make the vLLM of a trainer that is created inside draft from its earlier rollouts.
 
     The distribution of rollouts and their log-probs do not change: vLLM verifies drafts. Each batch is recorded when it
@@ -270,22 +274,28 @@ def vllm_drafts(history: Path | str, *, max_draft: int = 16) -> Iterator[None]:
     With `vllm_mode="colocate"` the drafter is set up here. With `vllm_mode="server"`, start the server with it, on the
     same history: `docs/trl.md` has the command.
 
+    With `rehearse=True` a server samples the next batch while the trainer trains. Each rollout has its own seed, with
+    which the new weights draw its early tokens again, so tokens are those without: `docs/rehearsal.md`.
+
     Args:
         history: folder of a `HistoryStore`, created if missing; one run at a time may write it. All processes of the
             run, and the server, must see it.
         max_draft: tokens per draft, 1 to 64; a server uses its own setting.
+        rehearse: whether the server samples the next batch early.
 
     Raises:
         StateError: no trainer with `use_vllm=True` was created inside, or another process writes the history.
-        UnsupportedError: a trainer or setting that does not work with drafts, or a vLLM that samples wrongly with them.
-        ConfigError: a server that does not draft, or drafts from another history.
+        UnsupportedError: a trainer or setting that does not work with drafts, a vLLM that samples wrongly with them, or
+            a server that cannot draw tokens again.
+        ConfigError: a server that does not draft, or drafts from another history, or a setting that does not work with
+            rehearsals.
 
     Example:
         >>> with vllm_drafts("runs/history"):                                                 # doctest: +SKIP
         ...     trainer = GRPOTrainer(model, rewards, GRPOConfig(use_vllm=True), data)
         >>> trainer.train()                                                                   # doctest: +SKIP
     """
-    making = _Making(Path(history).resolve(), max_draft)
+    making = _Making(Path(history).resolve(), max_draft, rehearse)
     with (
         _replaced(transformers.Trainer, "__init__", making.note_trainer),
         _replaced(vllm_generation.VLLMGeneration, "_init_vllm", making.start),
@@ -301,8 +311,8 @@ def vllm_drafts(history: Path | str, *, max_draft: int = 16) -> Iterator[None]:
 class _Making:
     """Creation of a trainer and its vLLM, intercepted."""
 
-    def __init__(self, folder: Path, max_draft: int) -> None:
-        self._folder, self._max_draft = folder, max_draft
+    def __init__(self, folder: Path, max_draft: int, rehearse: bool) -> None:
+        self._folder, self._max_draft, self._rehearse = folder, max_draft, rehearse
         self._trainer: Any = None
         self.has_started = False
 
@@ -315,14 +325,20 @@ class _Making:
         """Start the trainer's vLLM with drafts."""
         require("vllm_drafts", "vllm")
         check_sampling(self._trainer, generation)
+        if self._rehearse:
+            check_rehearsals(self._trainer, generation)
         host = self._host(original, generation)
         VLLMBatches(self._trainer, generation, host, self._folder)
+        if self._rehearse and self._trainer.accelerator.is_main_process:
+            # It wraps the recorder, so that no rehearsal runs while a batch is counted.
+            RehearsedBatches(self._trainer, generation)
         self.has_started = True
 
     def _host(self, original: Callable[..., None], generation: Any) -> VLLMHost:
         if generation.mode == "server":
             original(generation)
-            return ServerConnection(getattr(generation, "vllm_client", None), self._folder)
+            client = getattr(generation, "vllm_client", None)
+            return ServerConnection(client, self._folder, "exact" if self._rehearse else "rejection")
         with (
             colocated_settings(self._folder, self._max_draft) as ours,
             _replaced(vllm_generation, "LLM", lambda make, **theirs: make(**theirs, **ours)),

@@ -180,7 +180,9 @@ class RunnerRows:
     def _add(self, name: str, prompt: Any, runner: Any, history: Container[PromptId]) -> None:
         params = runner.requests[name].sampling_params
         identity = None if params is None else read_request_args(params.extra_args)
-        if identity is None:
+        if identity is not None and identity.rehearsed:
+            self.rehearsed[name] = prompt.size, np.array(identity.rehearsed, np.int32)
+        if identity is None or identity.prompt_id is None:
             prompt_id, size = self._prompts.find(prompt, history) if prompt.size else ("", 0)
             self._requests.add(name, prompt_id=prompt_id, group=prompt_id, num_prompt_tokens=size)
             return
@@ -188,8 +190,6 @@ class RunnerRows:
         size = prompt.size if known is None else min(known, prompt.size)
         if size:
             self._prompts.add(prompt[:size], identity.prompt_id)
-        if identity.rehearsed:
-            self.rehearsed[name] = prompt.size, np.array(identity.rehearsed, np.int32)
         group = identity.prompt_id, identity.draw
         self._requests.add(name, prompt_id=identity.prompt_id, group=group, num_prompt_tokens=size)
 

@@ -45,8 +45,9 @@ def _problem_of_rejection() -> str | None:
 
 
 def _problem_of_exact(runner: Any, sampler: Any) -> str | None:
-    if runner.device.type != "cpu":
-        return f"on {runner.device.type} a token's logits depend on the batch, so tokens would differ anyway"
+    problem = _problem_of_device(runner.device.type)
+    if problem is not None:
+        return problem
     from vllm.v1.sample import rejection_sampler as module
 
     expected = {
@@ -63,6 +64,19 @@ def _problem_of_exact(runner: Any, sampler: Any) -> str | None:
     return None
 
 
+def _problem_of_device(device: str) -> str | None:
+    """Return why tokens of a device would differ with the batch; None on a CPU, and on CUDA in batch-invariant mode."""
+    if device == "cpu":
+        return None
+    if device != "cuda":
+        return f"on {device} a token's logits depend on the batch, so tokens would differ anyway"
+    from vllm import envs
+
+    if envs.VLLM_BATCH_INVARIANT:
+        return None
+    return "on cuda a token's logits depend on the batch; set VLLM_BATCH_INVARIANT=1 where vLLM starts"
+
+
 def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sampling_metadata: Any) -> Any:
     """Draw each row's tokens position by position, and stop after the first that differs from its draft.
 
@@ -74,7 +88,7 @@ def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sa
         sampling_metadata: vLLM's `SamplingMetadata`.
 
     Returns:
-        A `SamplerOutput` with int32 [B, K + 1], -1 after a row's last token.
+        A `SamplerOutput` with int32 [B, K + 1] on the device of the logits, -1 after a row's last token.
     """
     import torch
     from vllm.v1.outputs import SamplerOutput
@@ -83,10 +97,7 @@ def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sa
     target = logits[metadata.target_logits_indices].to(torch.float32)
     target = sampler.apply_logits_processors(target, sampling_metadata, metadata)
     target = _as_sampled(target, metadata.num_draft_tokens, sampling_metadata)
-    tokens = torch.full(
-        (len(metadata.num_draft_tokens), metadata.max_spec_len + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32
-    )
-    complete = _draw_drafted(sampler, metadata, target, sampling_metadata, tokens)
+    drawn, complete = _draw_drafted(sampler, metadata, target, sampling_metadata)
     # vLLM's own sampler draws a row's last token; only rows whose drafts were all accepted use their generator.
     generators = {row: sampling_metadata.generators[row] for row in complete if row in sampling_metadata.generators}
     bonus = sampler.sampler(
@@ -95,8 +106,12 @@ def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sa
         predict_bonus_token=True,
         logprobs_mode_override="processed_logits",
     )
-    ends = torch.tensor(metadata.num_draft_tokens)[complete]
-    tokens[complete, ends] = bonus.sampled_token_ids[complete, 0]
+    last = bonus.sampled_token_ids[:, 0].tolist()
+    for row in complete:
+        drawn[row].append(last[row])
+    width = metadata.max_spec_len + 1
+    padded = [own + [PLACEHOLDER_TOKEN_ID] * (width - len(own)) for own in drawn]
+    tokens = torch.tensor(padded, dtype=torch.int32, device=logits.device)
     logprobs = None
     if sampling_metadata.max_num_logprobs is not None:
         logprobs = sampler._get_logprobs_tensors(
@@ -112,7 +127,7 @@ def _as_sampled(logits: Any, num_drafted: list[int], sampling_metadata: Any) -> 
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    counts = torch.tensor(num_drafted)
+    counts = torch.tensor(num_drafted, device=logits.device)
     # Greedy rows have temperature 0.
     temperature = sampling_metadata.temperature.masked_fill(sampling_metadata.temperature == 0, 1.0)
     cuts = [
@@ -122,22 +137,25 @@ def _as_sampled(logits: Any, num_drafted: list[int], sampling_metadata: Any) -> 
     return apply_top_k_top_p(logits.div_(temperature.repeat_interleave(counts)[:, None]), *cuts)
 
 
-def _draw_drafted(sampler: Any, metadata: Any, target: Any, sampling_metadata: Any, tokens: Any) -> list[int]:
-    """Fill in the tokens of drafted positions; return the rows whose drafts all match."""
+def _draw_drafted(
+    sampler: Any, metadata: Any, target: Any, sampling_metadata: Any
+) -> tuple[list[list[int]], list[int]]:
+    """Return each row's tokens at drafted positions, to the first that differs, and the rows whose drafts all match."""
     first = [0, *metadata.cu_num_draft_tokens.tolist()[:-1]]
     drafts = metadata.draft_token_ids.tolist()
+    drawn: list[list[int]] = [[] for _ in first]
     active = list(range(len(first)))
     for position in range(metadata.max_spec_len):
         rows = [row for row in active if position < metadata.num_draft_tokens[row]]
         if not rows:
             break
         indices = [first[row] + position for row in rows]
-        drawn = _draw(sampler, target[indices], rows, sampling_metadata)
-        for row, index, token in zip(rows, indices, drawn, strict=True):
-            tokens[row, position] = token
+        found = _draw(sampler, target[indices], rows, sampling_metadata)
+        for row, index, token in zip(rows, indices, found, strict=True):
+            drawn[row].append(token)
             if token != drafts[index]:
                 active.remove(row)
-    return active
+    return drawn, active
 
 
 def _draw(sampler: Any, logits: Any, rows: list[int], sampling_metadata: Any) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.engine.kv_cache import count_common
-from treering.engine.protocol import EngineStats, FinishReason, Request, Rollout, RolloutKey, Sampling
+from treering.engine.protocol import EngineStats, FinishReason, Request, Rollout, Sampling
 from treering.engine.stop_strings import Decode, first_stop, reach_of, turn_start
 from treering.errors import ConfigError, InputError, StateError
 from treering.integrations.vllm.vllm_settings import request_args
@@ -70,7 +70,7 @@ def check_sampling(sampling: Sampling, *, truncated: Truncated, has_drafts: bool
         )
 
 
-def noise_seed(seed: int, key: RolloutKey, start: int) -> int:
+def noise_seed(seed: int, key: Sequence[object], start: int) -> int:
     """Return the seed of a request's generator in vLLM: 63 bits of a hash.
 
     `start` is the number of tokens that the rollout already has, so that its continuation draws fresh noise.

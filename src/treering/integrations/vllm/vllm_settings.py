@@ -4,6 +4,7 @@ This file is read before numba may be imported, so it must not import numba.
 """
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -170,30 +171,37 @@ KEY = "treering"
 class RequestIdentity(NamedTuple):
     """Identity of the rollout that a request samples."""
 
-    prompt_id: PromptId
+    prompt_id: PromptId | None  # None: the drafter finds it by vLLM's prompt
     draw: int
     num_prompt_tokens: int | None  # None: vLLM's prompt is the original prompt
     rehearsed: Sequence[int] = ()  # tokens that probably follow vLLM's prompt
 
 
 def request_args(
-    prompt_id: PromptId, draw: int = 0, *, num_prompt_tokens: int | None = None, rehearsed: Sequence[int] = ()
+    prompt_id: PromptId | None,
+    draw: int = 0,
+    *,
+    num_prompt_tokens: int | None = None,
+    rehearsed: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the `extra_args` of a request; requests with equal prompt_id and draw are siblings.
 
+    Over HTTP they are its `vllm_xargs`, where vLLM takes no mappings: send the value as JSON text.
+
     Args:
-        prompt_id: id of the prompt in the history.
+        prompt_id: id of the prompt in the history; None: the drafter finds it by the prompt's tokens, as in requests
+            without these arguments, and ignores draw and num_prompt_tokens.
         draw: how many times the run has scheduled this prompt before.
         num_prompt_tokens: length of the original prompt, for a continued rollout: vLLM gets its tokens so far as part
             of the prompt. 0 if the history of the prompt_id holds whole contexts, as episodes do.
         rehearsed: the rollout's first tokens as sampled under earlier weights with the same seed, which are drafted.
 
     Raises:
-        InputError: an id that is neither text nor a whole number, or a negative or fractional count.
+        InputError: an id that is not text, a whole number or None, or a negative or fractional count.
 
     Example: `SamplingParams(max_tokens=64, extra_args=request_args("q1", draw=2))`.
     """
-    if type(prompt_id) not in (str, int):
+    if prompt_id is not None and type(prompt_id) not in (str, int):
         raise InputError(f"prompt_id must be text or an integer, got {prompt_id!r}; convert it")
     if not is_count(draw, least=0):
         raise InputError(f"draw must be a whole number >= 0, got {draw!r}; count how often the prompt was scheduled")
@@ -213,10 +221,19 @@ def read_request_args(extra_args: Mapping[str, Any] | None) -> RequestIdentity |
     Example: `read_request_args(request_args("q1", 2))` is ("q1", 2, None, ()).
     """
     args = (extra_args or {}).get(KEY)
+    if isinstance(args, str):
+        args = _parsed(args)
     if not isinstance(args, Mapping):
         return None
     prompt_id, draw, size, rehearsed = (args.get(name) for name in RequestIdentity._fields)
-    if not isinstance(prompt_id, str | int) or isinstance(prompt_id, bool) or not is_count(draw, least=0):
+    if not isinstance(prompt_id, str | int | None) or isinstance(prompt_id, bool) or not is_count(draw, least=0):
         return None
     tokens = rehearsed if isinstance(rehearsed, list) and all(is_count(one, least=0) for one in rehearsed) else ()
     return RequestIdentity(prompt_id, draw, size if is_count(size, least=0) else None, tokens)
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
