@@ -1,4 +1,4 @@
-"""The figures of README and docs/results.md equal those of the reports in benchmarks/results."""
+"""The figures of README, docs/results.md and docs/tinker.md equal those of the reports in benchmarks/results."""
 
 import json
 import re
@@ -72,3 +72,15 @@ def test_the_figures_of_a_document_are_in_the_reports(document: str) -> None:
             assert any(f"{value:.{digits}f}" == plain for value in values[command]), f"{figure} of `{command}`: {text}"
             checked += 1
     assert checked > 20
+
+
+def test_the_figures_of_tinkers_recipes_are_in_their_report() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "tinker.json").read_text(encoding="utf-8"))
+    values = [number for _, number in numbers(report)]
+    text = (ROOT / "docs" / "tinker.md").read_text(encoding="utf-8").partition("## Recipes")[2].partition("\n## ")[0]
+    found = [line.split("|", 2)[2] for line in text.splitlines() if re.match(r"\| (`\w|on|off)", line)]
+    for row in found:
+        for figure in re.findall(r"-?\d[\d,]*(?:\.\d+)?", row):
+            digits = len(figure.partition(".")[2])
+            assert any(f"{value:.{digits}f}" == figure.replace(",", "") for value in values), f"{figure} in {row}"
+    assert len(found) == len(report["recipes"]) + len(report["switches"])

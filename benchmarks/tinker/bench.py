@@ -77,7 +77,7 @@ RECIPES = {
     "text_arena": Recipe("multiplayer_rl.text_arena.train", "env/all/reward/total",
         f"{_PLAYERS} batch_size=8 max_steps=4"),
     "dpo": Recipe("preference.dpo.train", "dpo_loss",
-        "batch_size=2 learning_rate=1e-4 max_steps=4", "learning_rate=1e-2"),
+        "batch_size=2 learning_rate=1e-4 max_steps=4", "learning_rate=2e-3"),
     "distillation": Recipe("distillation.on_policy_distillation", "teacher_kl",
         f"teacher_model={NAME} groups_per_batch=2 group_size=4 max_tokens=24 learning_rate=5e-4 max_steps=4",
         "learning_rate=1e-2"),
@@ -151,11 +151,8 @@ def make_folders(folder: Path, model: str) -> None:
         {"chosen": talk(row["question"], row["answer"]), "rejected": talk(row["question"], other["answer"])}
         for row, other in zip(solved, [*solved[1:], solved[0]], strict=True)
     ]
-    # SmolLM2 solves no problem of GSM8K, so these give their answer away. They come again, as in a second epoch.
-    easy = [
-        {"question": f"What is {n % 4 + 4} - {n % 4 + 1}? The answer is \\boxed{{3}}.", "answer": "#### 3"}
-        for n in range(_NUM_PROBLEMS)
-    ]
+    # SmolLM2 solves no problem of GSM8K. Questions come again, as in a second epoch.
+    easy = [{"question": f"What is {n % 4 + 4} - {n % 4 + 1}?", "answer": "#### 3"} for n in range(_NUM_PROBLEMS)]
     _write(folder / "HuggingFaceH4/no_robots", train=chats)
     _write(folder / "openai/gsm8k", "main", train=easy, test=easy[:_NUM_TESTED])
     _write(folder / "Anthropic/hh-rlhf", train=pairs[:-_NUM_TESTED], test=pairs[-_NUM_TESTED:])

@@ -23,6 +23,7 @@ ALIKE = (
     "real",
     "rehearsal",
     "faults",
+    "tinker",
     "trl",
     "trl_rollouts",
     "vllm",
