@@ -69,7 +69,7 @@ RECIPES = {
     "sl_loop": Recipe("sl_loop", "train_mean_nll",
         "batch_size=4 learning_rate=5e-4 max_steps=12", "learning_rate=2e-2"),
     "rl_loop": Recipe("rl_loop", "reward/total",
-        f"{_POLICY} batch_size=2 group_size=8 max_tokens=40 learning_rate=5e-4 max_steps=8"),
+        f"{_POLICY} batch_size=2 group_size=8 max_tokens=40 learning_rate=5e-4 max_steps=20"),
     "math_rl": Recipe("math_rl.train", "env/all/format env/all/correct",
         f"{_POLICY} env=arithmetic group_size=8 groups_per_batch=8 learning_rate=3e-4 max_steps=12"),
     "guess_number": Recipe("multiplayer_rl.guess_number.train", "env/all/reward/total",

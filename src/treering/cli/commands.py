@@ -154,7 +154,7 @@ def demo(
         Path | None,
         typer.Option(metavar="DIR", help="New or empty folder for both runs. Default: runs/demo, runs/demo-2, ..."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, prompts, their order and the noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, order of prompts and noise.")] = 0,
     real: Annotated[
         bool,
         typer.Option("--real", help="Train SmolLM2-135M-Instruct (see `treering fetch`); takes a quarter of an hour."),

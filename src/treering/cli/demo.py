@@ -176,7 +176,7 @@ def run(out: Path | None, seed: int, json_output: bool, *, real: bool = False) -
 
     Args:
         out: new or empty folder for the runs; None: the first free one of `runs/demo`, `runs/demo-2` and so on.
-        seed: of weights, prompts, their order and the noise.
+        seed: of weights, the order of prompts and the noise, and of the prompts of `real`.
         json_output: print JSON instead of the table.
         real: train SmolLM2-135M-Instruct instead of a small policy trained on the spot.
 
