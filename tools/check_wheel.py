@@ -29,7 +29,7 @@ dir = "sft"
 """
 TRAIN = f"""{MODEL}
 [task]
-num_prompts = 2
+max_prompts = 2
 [sampling]
 max_tokens = 8
 [rl]
