@@ -215,7 +215,7 @@ def hidden_states(
 def with_features(model: TreeModel, forests: Sequence[Forest]) -> TreeModel:
     """Return the model with the features of all images of some forests, each computed once for all passes.
 
-    The caller calls `model.features.backward()` after the last backward; without images there are no features.
+    Call `model.features.backward()` after the last backward; `model.features` is None without images.
     """
     images = distinct_images(forests)
     if model.vision is None or not images:

@@ -88,8 +88,13 @@ def test_waiting_requests_of_a_loss_run_as_one_forest_to_the_same_answers(
     found = [each.result() for each in waiting]
     update.result()
     after = routes.stats()["training"]
-    expected = {"flat_tokens": 20, "computed_tokens": 9, "requests": len(requests), "forests": 1}
-    assert {key: after[key] - before[key] for key in expected} == expected
+    assert after.pop("processor_s") > before["processor_s"]
+    assert {key: after[key] - before[key] for key in after} == {
+        "flat_tokens": 20,
+        "computed_tokens": 9,
+        "requests": len(requests),
+        "forests": 1,
+    }
     for request, result in zip(requests, found, strict=True):
         own = alone.forward_backward([request], name, loss_fn_config=CONFIGS[name] or None).result()
         assert loss_of(result) == pytest.approx(loss_of(own), rel=1e-12)
