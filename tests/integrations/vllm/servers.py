@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from treering.integrations.vllm.llm import EXTENSION
 from treering.integrations.vllm.vllm_settings import speculative_config
 
 ROOT = Path(__file__).parents[3]
@@ -65,6 +67,28 @@ def served(model: Path, history: Path, max_draft: int, *flags: str, paths: tuple
         except subprocess.TimeoutExpired:
             # It ignores signals while it starts, and killing only the server would leave its processes running.
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def served_as_documented(folder: Path, model: Path, max_draft: int, *flags: str) -> Iterator[str]:
+    """Yield the address of a server started as `docs/trl.md` says, plus what CPUs need; `folder` gets its history."""
+    plugins(folder / "plugins")
+    # vLLM's `/server_info` fails in an environment that uv made if uv is not on the path.
+    uv = folder / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
+    documented = [
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--worker-extension-cls", EXTENSION),
+        *("--weight-transfer-config", json.dumps({"backend": "nccl"})),
+        *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024"),
+    ]
+    search_path = os.pathsep.join((str(uv.parent), os.environ["PATH"]))
+    with (
+        mock.patch.dict(os.environ, {"PATH": search_path}),
+        served(model, folder / "history", max_draft, *documented, *flags, paths=(folder / "plugins",)) as address,
+    ):
+        yield address
 
 
 def asked(address: str, body: Any = None) -> str:

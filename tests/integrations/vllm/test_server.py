@@ -17,8 +17,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.integrations.vllm.llms import EXTENSION, VOCAB, K, greedy
-from tests.integrations.vllm.servers import asked, plugins, served
+from tests.integrations.vllm.llms import VOCAB, K, greedy
+from tests.integrations.vllm.servers import asked, served_as_documented
 from treering.history.store.store import HistoryStore
 from treering.types import hash_of_prompt
 
@@ -51,24 +51,8 @@ def prompts_and_answers(folder: Path) -> tuple[list[list[int]], list[list[int]]]
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[str]:
-    """Yield the address of a server that is started as documented, plus what CPUs need."""
-    plugins(folder / "plugins")
-    # vLLM's `/server_info` fails in an environment that uv made if uv is not on the path.
-    uv = folder / "bin" / "uv"
-    uv.parent.mkdir()
-    uv.write_text("#!/bin/sh\n")
-    uv.chmod(0o755)
-    flags = [
-        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--worker-extension-cls", EXTENSION),
-        *("--weight-transfer-config", json.dumps({"backend": "nccl"})),
-        *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024"),
-    ]
-    search_path = os.pathsep.join((str(uv.parent), os.environ["PATH"]))
-    paths = (folder / "plugins",)
-    with (
-        mock.patch.dict(os.environ, {"PATH": search_path}),
-        served(folder / "model", folder / "history", K, *flags, paths=paths) as address,
-    ):
+    """Yield the address of a server that is started as documented."""
+    with served_as_documented(folder, folder / "model", K) as address:
         yield address
 
 

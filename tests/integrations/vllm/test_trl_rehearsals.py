@@ -28,8 +28,8 @@ from trl.generation.vllm_client import VLLMClient
 
 from tests.integrations.trl import runs
 from tests.integrations.vllm import trl_on_cpu as helpers
-from tests.integrations.vllm.llms import EXTENSION, VOCAB, K
-from tests.integrations.vllm.servers import asked, plugins, served
+from tests.integrations.vllm.llms import VOCAB, K
+from tests.integrations.vllm.servers import asked, served_as_documented
 from tests.integrations.vllm.stub_server import NUM_EARLY, NUM_STABLE, Asked, StubServer, stub_server
 from tests.integrations.words import word_tokenizer
 from treering.errors import ConfigError, UnsupportedError
@@ -330,25 +330,9 @@ REAL = {
 
 @pytest.fixture(scope="module")
 def vllm_server(model: Path) -> Iterator[str]:
-    """Yield the address of a vLLM server that is started as documented, plus what CPUs need."""
-    folder = model.parent
-    plugins(folder / "plugins")
-    # vLLM's `/server_info` fails in an environment that uv made if uv is not on the path.
-    uv = folder / "bin" / "uv"
-    uv.parent.mkdir()
-    uv.write_text("#!/bin/sh\n")
-    uv.chmod(0o755)
-    flags = [
-        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--worker-extension-cls", EXTENSION),
-        *("--weight-transfer-config", json.dumps({"backend": "nccl"})),
-        # vLLM's CPU runner cannot compute the prompt of a request with a seed in parts.
-        *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024", "--no-enable-chunked-prefill"),
-    ]
-    search_path = os.pathsep.join((str(uv.parent), os.environ["PATH"]))
-    with (
-        mock.patch.dict(os.environ, {"PATH": search_path}),
-        served(model, folder / "history", K, *flags, paths=(folder / "plugins",)) as address,
-    ):
+    """Yield the address of a vLLM server that is started as documented."""
+    # vLLM's CPU runner cannot compute the prompt of a request with a seed in parts.
+    with served_as_documented(model.parent, model, K, "--no-enable-chunked-prefill") as address:
         yield address
 
 
