@@ -47,7 +47,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "glm4": ("Glm4", {"head_dim": 8, "partial_rotary_factor": 0.5, "pad_token_id": None}),
 }
-"""Names of transformers' classes, and what their configurations add to `_SHAPE`."""
+"""Names of transformers' classes, and what their configurations add to `_SHAPE`; a default `pad_token_id` beyond the
+vocabulary must go."""
 
 FAMILIES = tuple(_FAMILIES)
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")

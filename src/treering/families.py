@@ -19,11 +19,14 @@ class Family:
 
     Attributes:
         model_type: `config.model_type`; the language model's in models that take images.
-        mixer: attribute of a block with its recurrent layer (Gated DeltaNet, Mamba-2).
-        router: attribute of a block's `mlp` with the router of its experts.
-        liger_activation: activation that Liger's kernels compute for this family; None where they are not exact.
+        mixer: attribute of a block with its recurrent layer (Gated DeltaNet, Mamba-2). Other kinds are refused.
+        router: attribute of a block's `mlp` with the router of its experts. Router losses need it.
+        liger_activation: activation that Liger's kernels compute for this family. None if liger-kernel has no kernels
+            for `model_type`, or if they are not tested on trees; `layers = "liger"` is then refused.
         counts_flops: kind of MLP whose sizes `ModelShape` reads from `config.json`; None if FLOPs are not counted.
-        engine: when `TorchEngine` runs the family: always, inside a model that takes images, or never.
+        engine: when `TorchEngine` runs the family: always, inside a model that takes images, or never. It reads weights
+            in Llama's layout (a norm before attention and one before the MLP, norms of queries and keys if a layer has
+            them) and refuses a model whose logits come out different.
     """
 
     model_type: str
@@ -64,8 +67,8 @@ def register_family(family: Family | ImageFamily) -> None:
     Raises:
         ConfigError: the name is registered with other attributes.
 
-    Example: `register_family(Family(model_type="my_llama", liger_activation="silu"))` for a class that is registered
-    with `AutoModelForCausalLM.register` and computes every token from its own path.
+    Example: `register_family(Family(model_type="my_llama", engine="always"))` for a class in Llama's layout that is
+    registered with `AutoModelForCausalLM.register` and computes every token from its own path.
     """
     known: dict[str, Family] | dict[str, ImageFamily] = FAMILIES if isinstance(family, Family) else IMAGE_FAMILIES
     if known.setdefault(family.model_type, family) != family:  # type: ignore[arg-type]

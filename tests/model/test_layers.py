@@ -18,6 +18,7 @@ from tests.models import assert_gradients_equal, build, build_float64, flat_logp
 from treering.config.optim import OptimOptions
 from treering.config.sft_config import SftOptions
 from treering.errors import MissingExtraError, UnsupportedError
+from treering.families import FAMILIES, Family
 from treering.model.forward import FILLER, hidden_states
 from treering.model.layers import choose_layers, enable_gradient_checkpointing, layers_of, set_layers
 from treering.model.tree_model import TreeModel
@@ -129,6 +130,16 @@ def test_ligers_kernels_are_exact_and_keep_names_weights_and_other_models(
     assert vars(code) == before
     assert layers_of(model) == "stock"
     assert_gradients_equal(gradients(model), expected, STOCK)
+
+
+def test_a_family_that_liger_does_not_know_is_refused_and_stays_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    liger.interpret(monkeypatch)
+    monkeypatch.setitem(FAMILIES, "own_qwen3", Family(model_type="own_qwen3", liger_activation="silu"))
+    model = build(num_hidden_layers=1)
+    model.config.model_type = "own_qwen3"
+    with pytest.raises(UnsupportedError, match="no kernels for 'own_qwen3'"):
+        set_layers(model, "liger")
+    assert layers_of(model) == "stock"
 
 
 @pytest.mark.slow

@@ -141,7 +141,8 @@ def check_decoder(model: TreeModel, decoder: Decoder, *, max_context: int) -> No
     if not error <= _TOLERANCE.get(expected.dtype, _TOLERANCE_16_BITS):
         raise UnsupportedError(
             f"the engine computes {name} from its weights, but the logits differ from the model's "
-            f"by {error:.1e}: a layer has a hook, an adapter or its own forward; remove or merge it"
+            f"by {error:.1e}: a layer has a hook, an adapter or its own forward, or norms elsewhere than Llama's; "
+            "remove or merge it, or sample with vLLM"
         )
 
 

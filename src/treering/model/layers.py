@@ -160,6 +160,13 @@ def _apply_liger(model: TreeModel) -> Callable[[], None]:
             vars(module).clear()
             vars(module).update(values)
 
+    # Liger changes nothing in a family that it does not know, and says so only in its log.
+    if layers_of(causal_lm) != "liger":
+        undo()
+        raise UnsupportedError(
+            f"liger-kernel has no kernels for {model.config.model_type!r}, whose family has liger_activation="
+            f'{model.family.liger_activation!r}; leave it out of the family, or set layers to "compiled" or "stock"'
+        )
     return undo
 
 

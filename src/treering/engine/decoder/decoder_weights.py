@@ -307,7 +307,7 @@ def read_weights(model: TreeModel, *, num_positions: int) -> DecoderWeights:
         num_positions: P, the longest sequence to run.
 
     Raises:
-        UnsupportedError: with the name of the projection, activation or norm that a fused pass would not reproduce.
+        UnsupportedError: with the name of the projection or activation that a fused pass would not reproduce.
     """
     check_runnable(model)
     with torch.no_grad():
