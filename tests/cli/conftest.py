@@ -4,7 +4,7 @@ import pytest
 
 from tests.cli.runs import Call, Commands, trainer
 from tests.runtime.in_process import TestActors
-from treering.cli.training import run_sft, run_train
+from treering.cli.run_training import run_sft, run_train
 
 
 @pytest.fixture

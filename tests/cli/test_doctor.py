@@ -15,7 +15,7 @@ from treering import extras
 from treering.cli import doctor_run
 from treering.cli.doctor import EXIT_FAULT, doctor, find_packages, thread_advice
 from treering.cli.doctor_run import check_run, measure_mismatch
-from treering.cli.training import run_train
+from treering.cli.run_training import run_train
 from treering.errors import InputError, MissingExtraError
 from treering.model.forward import forward
 from treering.tree.forest import Forest

@@ -22,7 +22,7 @@ from treering.errors import ConfigError, DataWarning, InputError, StateError, Un
 
 MODULES = {
     **{"demo": "demo", "inspect": "inspect.run_inspect", "report": "report"},
-    **{"simulate": "simulation", "sft": "training", "train": "training"},
+    **{"simulate": "simulation", "sft": "run_training", "train": "run_training"},
 }
 SUBCOMMANDS = [each.name or each.callback.__name__ for each in app.registered_commands]
 
@@ -31,7 +31,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]
     """Replace a subcommand's module by one with this `run`, so that no work is done."""
     module_name = f"treering.cli.{MODULES[name]}"
     module = ModuleType(module_name)
-    setattr(module, f"run_{name}" if MODULES[name] == "training" else "run", run)
+    setattr(module, f"run_{name}" if MODULES[name] == "run_training" else "run", run)
     monkeypatch.setitem(sys.modules, module_name, module)
 
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.ranks.commands import treering, weights_of
+from treering.cli.run_training import run_train
 from treering.cli.train import train
 from treering.cli.train_report import TrainSummary
-from treering.cli.training import run_train
 from treering.config import RlConfig, load
 from treering.data import read_trajectories
 from treering.errors import ConfigError

@@ -94,7 +94,7 @@ def sft(config: ConfigFile, overrides: Overrides = None, json_output: JsonOutput
     A stopped run resumes from its last checkpoint when it is started again.
     """
     require("treering sft")
-    from treering.cli.training import run_sft
+    from treering.cli.run_training import run_sft
 
     run_sft(config_path=config, overrides=overrides or [], json_output=json_output)
 
@@ -110,7 +110,7 @@ def train(config: ConfigFile, overrides: Overrides = None, json_output: JsonOutp
     A stopped run resumes from its last checkpoint when it is started again.
     """
     require("treering train")
-    from treering.cli.training import run_train
+    from treering.cli.run_training import run_train
 
     run_train(config_path=config, overrides=overrides or [], json_output=json_output)
 

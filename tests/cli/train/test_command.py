@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.cli.hub_cache import save_tokenizer
 from tests.cli.runs import MODEL, Call, is_same, metrics_of, started
-from treering.cli.training import run_train as run
+from treering.cli.run_training import run_train as run
 from treering.data import read_trajectories
 from treering.errors import ConfigError, InputError, StateError
 from treering.rl.tasks.task import Prompt

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.runs import assert_same_weights, started, weights
 from tests.cli.train.test_command import prompts
-from treering.cli.training import run_train
+from treering.cli.run_training import run_train
 
 MARK = "TREERING_TEST_OF_SIGNALS"
 NUM_STEPS = 6

@@ -10,7 +10,7 @@ from tests.cli.runs import Call, trainer
 from tests.cli.train.test_command import prompts
 from tests.cli.train.test_interrupts import check_interruptions
 from tests.cli.train.test_processes import REWARD, assert_close, rows_of
-from treering.cli.training import run_train
+from treering.cli.run_training import run_train
 
 __all__ = ["folder"]
 
