@@ -1,7 +1,7 @@
 """The tree step: take one optimizer batch of forests, and add the exact gradients of its branches to `.grad`.
 
-Log-probs are gathered along each branch, so a loss written for flat sequences works unchanged, and autograd's
-scatter-add through the gather sums the gradients of shared tokens.
+Log-probs are gathered along each branch, so a loss written for flat sequences works unchanged. The backward of that
+gather (`_Passes._weighted_loss`) sums the branches' gradients on a shared token.
 
 If an objective needs a whole branch or pair that does not fit into one forward, the step makes two passes. The first,
 without gradients, gives the loss's gradient with respect to every log-prob; the second takes that gradient back through
@@ -434,7 +434,7 @@ class _Passes:
             scores = [self._score(i, self.selected[i]) for i in crossing]
             leaves, sizes = joined_leaves(scores), [self.units[i].forest.num_tokens for i in crossing]
             selected = Selection.joined([self.selected[i] for i in crossing], sizes)
-            loss = self._loss(leaves, selected.edges, selected)
+            loss = self._weighted_loss(leaves, selected.edges, selected)
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             vectors = dict(zip(crossing, split_gradients(leaves, sizes), strict=True))
@@ -463,7 +463,7 @@ class _Passes:
         forest, has_entries = unit.forest, selected.entries.size > 0
         if not has_entries and self.objective.scope == "pair" and vectors is None:
             # Pairs of branches without a trained token have a loss, but no gradient.
-            self._loss(self.scorer.no_scores(0), np.zeros(0, np.int64), selected)
+            self._weighted_loss(self.scorer.no_scores(0), np.zeros(0, np.int64), selected)
         if forest.num_tokens == 0 or not (has_entries or self.scorer.routing):
             if self.min_passes:
                 self._run_nothing()
@@ -474,7 +474,7 @@ class _Passes:
         losses = []
         if has_entries:
             table = edge_table(forest, selected.wanted(forest))
-            loss_of = self._loss_of(table, table.edge_of_token(forest)[selected.edges], selected, vectors)
+            loss_of = self._loss_of_edges(table, table.edge_of_token(forest)[selected.edges], selected, vectors)
             if vectors is None and self.objective.scope != "entry":
                 losses.append(loss_of(slice(0, table.edges.size), scorer.scores(hidden, forest, table)))
             else:
@@ -502,7 +502,7 @@ class _Passes:
 
         def loss_of(number: int, table: EdgeTable) -> LossOf:
             own = parts[number]
-            return self._loss_of(table, step.local_edge[own.edges], own, vectors)
+            return self._loss_of_edges(table, step.local_edge[own.edges], own, vectors)
 
         step.backward(loss_of, before_last)
         self._num_passes += step.num_passes
@@ -521,7 +521,7 @@ class _Passes:
             return self.scorer
         return replace(self.scorer, targets=self.teacher.targets(unit, selected))
 
-    def _loss_of(
+    def _loss_of_edges(
         self, table: EdgeTable, indices: Int64Array, selected: Selection, vectors: EdgeScores | None
     ) -> LossOf:
         """Return the loss of some edges of a table; `indices` [E] are the indices of the selected entries' edges."""
@@ -530,12 +530,15 @@ class _Passes:
             if vectors is not None:
                 return vector_product(scores, vectors, table.edges[at])
             inside = (indices >= at.start) & (indices < at.stop)
-            return self._loss(scores, indices[inside] - at.start, selected.only(inside))
+            return self._weighted_loss(scores, indices[inside] - at.start, selected.only(inside))
 
         return loss_of
 
-    def _loss(self, scores: EdgeScores, indices: Int64Array, selected: Selection) -> Tensor:
+    def _weighted_loss(self, scores: EdgeScores, indices: Int64Array, selected: Selection) -> Tensor:
         """Return the objective's loss of some entries, a scalar, and add it and the metrics to the sums.
+
+        The gradient of a token's log-prob is the sum over the branches b that train it of w_b dterm_b/dlogprob, with w
+        from `entry_weights`: `scores.logprobs[at]` has a row for each such branch, and the backward of an index adds.
 
         Args:
             scores: scores of some edges.

@@ -1,5 +1,6 @@
 """Law 2 for every objective and option: loss and gradients equal the flat ones, whole and in micro-batches."""
 
+import inspect
 import math
 
 import pytest
@@ -7,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import treering.objectives
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build_float64, flat_logprobs, take_gradients
 from tests.train.objectives.cases import CASES, Case
 from tests.train.objectives.flat_objectives import Data, data_of, datas, grown, run_flat
+from treering.config.objective_names import _NEED_MORE, BUILT_IN
 from treering.objectives import dpo
 from treering.train.step import BackwardResult, backward
 from treering.tree.forest import Forest
@@ -19,6 +22,15 @@ EXACT = 1e-10
 MODEL = build_float64()
 HEAD = nn.Linear(32, 1).double()
 SHAPED = [SHAPES["bushy"][:6], SHAPES["prefixes of each other"], SHAPES["duplicates"], [[3]]]
+
+
+def test_every_objective_has_cases_and_rollouts_can_train_those_that_need_no_more() -> None:
+    # Distillation has no log-prob terms; its laws are in test_distill.py.
+    with_terms = set(BUILT_IN) - {"distill"}
+    assert {name.replace(",", "").partition(" ")[0] for name in CASES} == with_terms
+    for name in with_terms - set(_NEED_MORE):
+        parameters = list(inspect.signature(getattr(treering.objectives, name)).parameters)
+        assert parameters[:3] == ["advantages", "loss_masks", "old_logprobs"], name
 
 
 def assert_case_is_exact(

@@ -23,7 +23,7 @@ from treering.history.store.history_reader import Snapshot, Stored
 from treering.history.store.prompt_index import PromptIndex, as_text, with_newest, with_rollouts
 from treering.types import MAX_TOKEN_ID, PromptId, TokenIds, is_count
 
-RolloutKey: TypeAlias = tuple[PromptId, int]
+VersionKey: TypeAlias = tuple[PromptId, int]
 """(prompt_id, version)."""
 
 MAX_EPOCHS = 2
@@ -72,7 +72,7 @@ class HistoryStore(Closing):
         self._snapshot = Snapshot({})
         self._num_bytes = 0
         self._is_closed = False
-        self._pending: dict[RolloutKey, list[Int32Array]] = {}
+        self._pending: dict[VersionKey, list[Int32Array]] = {}
         self._folder: _Folder | None = None
         if path is not None:
             self._folder = _Folder(Path(path))
@@ -369,7 +369,7 @@ def _checked_text(prompt_id: PromptId, rollouts: object) -> Int32Array:
     return as_text(tokens for tokens in checked if tokens.size)
 
 
-def _key_of(prompt_id: object, version: object) -> RolloutKey:
+def _key_of(prompt_id: object, version: object) -> VersionKey:
     if isinstance(prompt_id, np.integer):
         prompt_id = int(prompt_id)
     if not isinstance(prompt_id, str | int) or isinstance(prompt_id, bool):

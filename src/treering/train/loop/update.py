@@ -190,7 +190,7 @@ def combined(updates: Sequence[Update]) -> Update:
 
 
 class Updater:
-    """Trainer of a model with its optimizer.
+    """A model with its optimizer, which `update` takes through one optimizer step at a time.
 
     Example:
         >>> updater = Updater(model, OptimOptions(learning_rate=1e-4), ComputeOptions())     # doctest: +SKIP
