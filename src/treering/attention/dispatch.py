@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -28,6 +28,56 @@ from treering.attention.segments import segment_attention
 from treering.attention.triton import triton_attention
 from treering.errors import ConfigError, InputError, UnsupportedError
 from treering.tree.forest import Forest
+
+Backend = Literal["segments", "reference", "flex", "triton", "flash"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+
+def attend(
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "1 G N D"],
+    value: Float[Tensor, "1 G N D"],
+    *,
+    layout: TreeLayout,
+    options: ScoreOptions,
+    sinks: Float[Tensor, " H"] | None = None,
+    backend: Backend = "segments",
+    layer: int = 0,
+) -> Float[Tensor, "1 H N D"]:
+    """Compute attention of every token of a forest over its own root-to-token path.
+
+    The first call with a shape in a process checks the backend against the reference (`verify`). If the layout has
+    ancestors or a gateway, keys, values and their gradients are exchanged there as layer `layer`.
+
+    Args:
+        query: [1, H, N, D] with positions already applied (RoPE by depth, not by packed index).
+        key: [1, G, N, D]; H must be a multiple of G.
+        value: [1, G, N, D].
+        layout: layout of the forest; row i is its token i.
+        options: scale, sliding window and softcap.
+        sinks: [H] score of a key without a value that every query of a head sees (gpt-oss); None without sinks.
+        backend: implementation to use.
+        layer: index of the layer, the key in gateways.
+
+    Returns:
+        [1, H, N, D] in the dtype of `query`; differentiable.
+
+    Raises:
+        InputError: shapes do not match.
+        UnsupportedError: the backend does not support the device, dtype, head size or gradient, or fails its
+            self-check.
+    """
+    if query.shape[2] != layout.forest.num_tokens:
+        raise InputError(f"attention got {query.shape[2]} rows for a forest of {layout.forest.num_tokens} tokens")
+    if query.shape[1] % key.shape[1]:
+        raise InputError(f"query heads must be a multiple of key heads, got {query.shape[1]} and {key.shape[1]}")
+    if query.shape[2] == 0:
+        return query
+    # Autocast would round the scores and the running softmax, which backends keep in float32 or wider.
+    with torch.autocast(query.device.type, enabled=False):
+        verify(backend, AttentionShape.of_call(query, key, options, sinks))
+        run = implementation(backend)
+        return run(query, key, value, layout=layout, options=options, sinks=sinks, layer=layer)
 
 
 def reference_attention(
@@ -57,10 +107,6 @@ def reference_attention(
         scores = torch.cat([scores, per_row], -1)
     weights = scores.softmax(-1)[..., : keys.shape[2]]
     return (weights @ values).to(query.dtype)
-
-
-Backend = Literal["segments", "reference", "flex", "triton", "flash"]
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 def implementation(backend: Backend) -> Callable[..., Tensor]:
@@ -111,6 +157,20 @@ class AttentionShape(NamedTuple):
     has_window: bool = False
     softcap: float | None = None
     has_sinks: bool = False
+
+    @classmethod
+    def of_call(cls, query: Tensor, key: Tensor, options: ScoreOptions, sinks: Tensor | None) -> Self:
+        """Return the shape of a call of `attend`."""
+        return cls(
+            num_heads=query.shape[1],
+            num_key_heads=key.shape[1],
+            head_size=query.shape[3],
+            dtype=query.dtype,
+            device=query.device,
+            has_window=options.window is not None,
+            softcap=options.softcap,
+            has_sinks=sinks is not None,
+        )
 
     @property
     def options(self) -> ScoreOptions:
@@ -255,66 +315,6 @@ def _rows(rows: np.ndarray, tensor: Tensor) -> Tensor:
 
 def _tolerance(dtype: torch.dtype) -> float:
     return TOLERANCES.get(dtype, TOLERANCE_EPS * torch.finfo(dtype).eps)
-
-
-def attend(
-    query: Float[Tensor, "1 H N D"],
-    key: Float[Tensor, "1 G N D"],
-    value: Float[Tensor, "1 G N D"],
-    *,
-    layout: TreeLayout,
-    options: ScoreOptions,
-    sinks: Float[Tensor, " H"] | None = None,
-    backend: Backend = "segments",
-    layer: int = 0,
-) -> Float[Tensor, "1 H N D"]:
-    """Compute attention of every token of a forest over its own root-to-token path.
-
-    The first call with a shape in a process checks the backend against the reference (`verify`). If the layout has
-    ancestors or a gateway, keys, values and their gradients are exchanged there as layer `layer`.
-
-    Args:
-        query: [1, H, N, D] with positions already applied (RoPE by depth, not by packed index).
-        key: [1, G, N, D]; H must be a multiple of G.
-        value: [1, G, N, D].
-        layout: layout of the forest; row i is its token i.
-        options: scale, sliding window and softcap.
-        sinks: [H] score of a key without a value that every query of a head sees (gpt-oss); None without sinks.
-        backend: implementation to use.
-        layer: index of the layer, the key in gateways.
-
-    Returns:
-        [1, H, N, D] in the dtype of `query`; differentiable.
-
-    Raises:
-        InputError: shapes do not match.
-        UnsupportedError: the backend does not support the device, dtype, head size or gradient, or fails its
-            self-check.
-    """
-    if query.shape[2] != layout.forest.num_tokens:
-        raise InputError(f"attention got {query.shape[2]} rows for a forest of {layout.forest.num_tokens} tokens")
-    if query.shape[1] % key.shape[1]:
-        raise InputError(f"query heads must be a multiple of key heads, got {query.shape[1]} and {key.shape[1]}")
-    if query.shape[2] == 0:
-        return query
-    # Autocast would round the scores and the running softmax, which backends keep in float32 or wider.
-    with torch.autocast(query.device.type, enabled=False):
-        verify(backend, _shape(query, key, options, sinks))
-        run = implementation(backend)
-        return run(query, key, value, layout=layout, options=options, sinks=sinks, layer=layer)
-
-
-def _shape(query: Tensor, key: Tensor, options: ScoreOptions, sinks: Tensor | None) -> AttentionShape:
-    return AttentionShape(
-        num_heads=query.shape[1],
-        num_key_heads=key.shape[1],
-        head_size=query.shape[3],
-        dtype=query.dtype,
-        device=query.device,
-        has_window=options.window is not None,
-        softcap=options.softcap,
-        has_sinks=sinks is not None,
-    )
 
 
 CUDA_CANDIDATES: tuple[Backend, ...] = ("triton", "flash")
