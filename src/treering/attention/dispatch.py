@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -159,7 +159,7 @@ class AttentionShape(NamedTuple):
     has_sinks: bool = False
 
     @classmethod
-    def of_call(cls, query: Tensor, key: Tensor, options: ScoreOptions, sinks: Tensor | None) -> Self:
+    def of_call(cls, query: Tensor, key: Tensor, options: ScoreOptions, sinks: Tensor | None) -> "AttentionShape":
         """Return the shape of a call of `attend`."""
         return cls(
             num_heads=query.shape[1],
