@@ -109,6 +109,9 @@ def run(folder: Path, cache: Path, tests: str, num_workers: int) -> str | None:
         return f"more than {LIMIT_S} s"
     if ran.returncode == 0:
         return None
+    if "during collection" in ran.stdout:
+        # A library that cannot be imported fails every test, and shows nothing about this fault.
+        sys.exit(f"{tests} could not be imported: {ran.stdout.strip()[-500:]}")
     found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", ran.stdout, re.MULTILINE)
     if found is None:
         return f"exit code {ran.returncode}: {(ran.stdout + ran.stderr).strip()[-200:]}"
