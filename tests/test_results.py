@@ -19,6 +19,7 @@ REPORTS = {
     "python -m benchmarks loop": ("loop",),
     "python -m benchmarks images": ("images",),
     "python -m benchmarks real": ("real",),
+    "python -m benchmarks rehearsal": ("rehearsal",),
     "python -m benchmarks tree": ("tree", "tree_sets", "tree_partitions"),
     "python -m benchmarks vllm": ("vllm",),
     "treering simulate": ("simulate",),
