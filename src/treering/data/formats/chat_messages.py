@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from treering.data.formats.json_fields import array, filled, is_blank, object_in, parsed, show, text_field
+from treering.data.formats.json_fields import (
+    array,
+    checked_object,
+    filled,
+    is_blank,
+    object_in,
+    parsed,
+    show,
+    text_field,
+)
 from treering.data.formats.record_images import IMAGE_PART
 from treering.data.image import ImageSource, MessageImage
 from treering.data.trajectory import Message, ToolCall, valid_text
@@ -29,8 +38,7 @@ def decode_call(record: object, where: str) -> ToolCall:
     Example: `{"id": "c1", "function": {"name": "f", "arguments": "{\"x\": 1}"}}` and
     `{"type": "tool_use", "id": "c1", "name": "f", "input": {"x": 1}}` both call f with x = 1.
     """
-    if not isinstance(record, dict):
-        raise InputError(f"{where} must be an object with name and arguments, got {show(record)}; repair it")
+    record = checked_object(where, record, fields="name and arguments")
     call = record.get("function", record)
     name = text_field(call, "name", f"{where}.name") if isinstance(call, dict) else None
     if not name:
@@ -81,11 +89,8 @@ def tool_name(tool: Mapping[str, Any]) -> str | None:
 def _schemas(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     if is_blank(value):
         return ()
-    found = array(key, parsed(value, key))
-    for i, tool in enumerate(found):
-        if not isinstance(tool, dict):
-            raise InputError(f"{key}[{i}] must be an object, the JSON schema of a tool, got {show(tool)}; repair it")
-    return tuple(found)
+    tools = array(key, parsed(value, key))
+    return tuple(checked_object(f"{key}[{i}]", tool, fields="a tool's JSON schema") for i, tool in enumerate(tools))
 
 
 def _nested(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -147,7 +152,10 @@ def _merge_items(records: Iterable[object], name: str) -> list[object]:
             messages.append({"role": "tool", "tool_call_id": record.get("call_id"), "content": record["output"]})
             answer = None
         else:
-            if answer is None or _begins_answer(answer, kind):
+            # A message has reasoning, text and calls in this order.
+            if answer is None or (
+                kind in ("reasoning", "message") and (answer["content"] is not None or answer.get("tool_calls"))
+            ):
                 answer = {"role": "assistant", "content": None}
                 messages.append(answer)
             _add_item(answer, kind, record, where)
@@ -161,15 +169,6 @@ def _kind(record: object) -> str | None:
     if kind in (None, "message"):
         return "message" if "role" in record else None
     return kind if isinstance(kind, str) and "role" not in record else None
-
-
-def _begins_answer(answer: Mapping[str, Any], kind: str) -> bool:
-    # A message has reasoning, text and calls in this order.
-    has_calls = bool(answer.get("tool_calls"))
-    has_text = answer["content"] is not None
-    if kind == "reasoning":
-        return has_calls or has_text
-    return kind == "message" and (has_calls or has_text)
 
 
 def _add_item(answer: dict[str, Any], kind: str, record: Mapping[str, Any], where: str) -> None:
@@ -410,8 +409,7 @@ def _check_flags_are_known(record: Mapping[str, Any], where: str) -> None:
 
 
 def _decode(record: object, where: str) -> Iterator[Message]:
-    if not isinstance(record, dict):
-        raise InputError(f"{where} must be an object with role and content, got {show(record)}; repair it")
+    record = checked_object(where, record, fields="role and content")
     for key in filled(record, UNREADABLE):
         if record[key] is not False:
             raise InputError(f"{where}.{key} changes what is trained and cannot be read ({UNREADABLE[key]}); remove it")

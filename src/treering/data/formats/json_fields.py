@@ -82,6 +82,13 @@ def array(name: str, value: object) -> list[Any]:
     return value
 
 
+def checked_object(name: str, value: object, *, fields: str) -> dict[str, Any]:
+    """Check that a value is an object and return it; errors say that it has `fields`."""
+    if not isinstance(value, dict):
+        raise InputError(f"{name} must be an object with {fields}, got {show(value)}; repair it")
+    return value
+
+
 def object_in(record: object, key: str) -> Mapping[str, Any]:
     """Return the object under a key of a record; {} if the record or the value is not an object."""
     value = record.get(key) if isinstance(record, dict) else None

@@ -30,16 +30,6 @@ from treering.errors import InputError
 from treering.types import LossMask, TokenIds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageCall:
-    """One call of a model with messages."""
-
-    prompt: tuple[Message, ...]
-    """Messages before the answer."""
-    answer: tuple[Message, ...]
-    """Messages that the model wrote."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenCall:
     """One call of a model with token ids, of which at least one is sampled."""
@@ -59,20 +49,21 @@ def as_context(messages: Iterable[Message]) -> tuple[Message, ...]:
     return tuple(replace(message, trained=False) if message.is_trained else message for message in messages)
 
 
-def message_branches(calls: Iterable[MessageCall]) -> Iterator[tuple[Message, ...]]:
+def message_branches(calls: Iterable[tuple[Message, ...]]) -> Iterator[tuple[Message, ...]]:
     """Yield one conversation per chain of calls that continue each other; each answer is trained once.
 
-    Example: calls with the prompts [u] and [u, a, t], answered by a and b, are one conversation [u, a, t, b]. If the
-    second prompt is [u, t] there are two: [u, a] and [u, t, b].
+    A call is its prompt and, last, its answer.
+
+    Example: the calls [u, a] and [u, a, t, b] are one conversation [u, a, t, b]. If the second call is [u, t, b] there
+    are two: [u, a] and [u, t, b].
     """
     branch: tuple[Message, ...] = ()
     for call in calls:
-        if branch and len(call.prompt) >= len(branch) and all(map(_is_same, call.prompt, branch)):
-            branch = (*branch, *as_context(call.prompt[len(branch) :]), *call.answer)
-            continue
-        if branch:
+        is_next = len(call) > len(branch) and all(map(_is_same, call, branch))
+        if branch and not is_next:
             yield branch
-        branch = (*as_context(call.prompt), *call.answer)
+        begin = branch if is_next else ()
+        branch = (*begin, *as_context(call[len(begin) : -1]), call[-1])
     if branch:
         yield branch
 

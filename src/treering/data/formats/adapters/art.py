@@ -8,10 +8,9 @@ from typing import Any
 
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import array, number_field, show
+from treering.data.formats.json_fields import array, checked_object, number_field
 from treering.data.formats.record_format import Note, RecordFormat, has_keys, task_of
 from treering.data.trajectory import Message, Trajectory
-from treering.errors import InputError
 
 
 def decode_art(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
@@ -25,18 +24,17 @@ def decode_art(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
 
 def _history(history: object, where: str) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
-    if not isinstance(history, dict):
-        raise InputError(f"{where[:-1]} must be an object with messages_and_choices, got {show(history)}; repair it")
     name = f"{where}messages_and_choices"
+    given = checked_object(where[:-1], history, fields="messages_and_choices")
     messages = []
-    for entry in array(name, history.get("messages_and_choices")):
+    for entry in array(name, given.get("messages_and_choices")):
         if isinstance(entry, dict) and "role" not in entry and entry.get("message") is not None:
             messages.append(entry["message"])
         elif isinstance(entry, dict) and entry.get("role") == "assistant":
             messages.append({**entry, "weight": 0})
         else:
             messages.append(entry)
-    return decode_messages(messages, name), nested_tools(history.get("tools"), f"{where}tools")
+    return decode_messages(messages, name), nested_tools(given.get("tools"), f"{where}tools")
 
 
 FORMATS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import array, object_in, show, text_field
+from treering.data.formats.json_fields import array, checked_object, object_in, show, text_field
 from treering.data.formats.model_calls import token_calls, token_trajectories
 from treering.data.formats.record_format import TASK_KEYS, Note, RecordFormat, task_of
 from treering.data.trajectory import TaskId, Trajectory
@@ -19,16 +19,14 @@ _KEYS = (*TASK_KEYS, "task_name")
 _IDS = ("prompt_token_ids", "completion_token_ids", "logprobs")
 
 
-def decode_atif(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """Decode a document and its sub-agents' trajectories, all of one task.
+def decode_atif(
+    record: Mapping[str, Any], note: Note, task_id: TaskId | None = None, where: str = ""
+) -> list[Trajectory]:
+    """Decode a document and its sub-agents' trajectories, all of one task; `where` is the path of a sub-agent.
 
     Token ids are read if every sampled step has them. Steps that were copied from another trajectory, and steps that
     no model wrote, are context.
     """
-    return _decode(record, note, None, "")
-
-
-def _decode(record: Mapping[str, Any], note: Note, task_id: TaskId | None, where: str) -> list[Trajectory]:
     check_readable(record)
     steps = [_step(step, f"{where}steps[{i}]") for i, step in enumerate(array(f"{where}steps", record.get("steps")))]
     records = [one for i, step in enumerate(steps) for one in _messages(step, f"{where}steps[{i}]")]
@@ -43,10 +41,8 @@ def _decode(record: Mapping[str, Any], note: Note, task_id: TaskId | None, where
         tools = nested_tools(object_in(record, "agent").get("tool_definitions"), f"{where}agent.tool_definitions")
         found = [Trajectory(task_id=task_id, messages=messages, tools=tools)]
     for i, inner in enumerate(array(f"{where}subagent_trajectories", record.get("subagent_trajectories") or [])):
-        prefix = f"{where}subagent_trajectories[{i}]."
-        if not isinstance(inner, dict):
-            raise InputError(f"{prefix[:-1]} must be a trajectory, got {show(inner)}; repair it")
-        found += _decode(inner, note, task_id, prefix)
+        name = f"{where}subagent_trajectories[{i}]"
+        found += decode_atif(checked_object(name, inner, fields="steps"), note, task_id, f"{name}.")
     return found
 
 
@@ -76,18 +72,16 @@ def _messages(step: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
 
 
 def _call(call: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(call, dict):
-        raise InputError(f"{where}.tool_calls holds objects, got {show(call)}; repair it")
-    return {"id": call.get("tool_call_id"), "name": call.get("function_name"), "arguments": call.get("arguments")}
+    given = checked_object(f"{where}.tool_calls", call, fields="function_name")
+    return {"id": given.get("tool_call_id"), "name": given.get("function_name"), "arguments": given.get("arguments")}
 
 
 def _result(result: object, calls: list[Mapping[str, Any]], where: str) -> Mapping[str, Any]:
-    if not isinstance(result, dict):
-        raise InputError(f"{where}.observation.results holds objects, got {show(result)}; repair it")
-    call_id = text_field(result, "source_call_id", f"{where}.observation.source_call_id")
+    given = checked_object(f"{where}.observation.results", result, fields="content")
+    call_id = text_field(given, "source_call_id", f"{where}.observation.source_call_id")
     # The result of an action in plain text, without a call, reaches the policy as a user's message.
     role = "tool" if call_id is not None or calls else "user"
-    return {"role": role, "tool_call_id": call_id, "content": result.get("content") or ""}
+    return {"role": role, "tool_call_id": call_id, "content": given.get("content") or ""}
 
 
 FORMATS = (

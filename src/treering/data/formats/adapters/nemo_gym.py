@@ -8,11 +8,10 @@ from typing import Any
 
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import array, integer_field, is_blank, number_field, show, text_field
+from treering.data.formats.json_fields import array, checked_object, integer_field, is_blank, number_field, text_field
 from treering.data.formats.model_calls import TokenCall, as_context, token_call, token_trajectories
 from treering.data.formats.record_format import NO_ANSWER, TASK_KEYS, Note, RecordFormat, task_of
 from treering.data.trajectory import Message, Trajectory
-from treering.errors import InputError
 
 _IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 _SAMPLED = ("message", "function_call", "reasoning")
@@ -22,7 +21,7 @@ _ASKED = "responses_create_params"
 def decode_nemo_gym(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     """Decode the rollout of a row, as token ids if each answer has them; skip a row without an output."""
     check_readable(record)
-    asked, response = (_object(record, key) for key in (_ASKED, "response"))
+    asked, response = (checked_object(key, record.get(key), fields="a rollout") for key in (_ASKED, "response"))
     output = array("response.output", response.get("output") or [])
     # The policy wrote nothing, for example because the context was full.
     while output and isinstance(output[-1], dict) and _is_empty(output[-1]):
@@ -45,13 +44,6 @@ def decode_nemo_gym(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
         return token_trajectories(calls, **known)
     tools = asked.get("tools") or response.get("tools")
     return [Trajectory(messages=messages, tools=nested_tools(tools, f"{_ASKED}.tools"), **known)]
-
-
-def _object(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = record.get(key)
-    if not isinstance(value, dict):
-        raise InputError(f"{key} must be an object, got {show(value)}; write the rollout as NeMo Gym does")
-    return value
 
 
 def _is_empty(item: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from treering.data.formats.adapters.chat_records import decode_chat
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import array, is_blank, number_field, object_in, show, text_field
+from treering.data.formats.json_fields import array, checked_object, is_blank, number_field, object_in, show, text_field
 from treering.data.formats.model_calls import as_context, ids_or_text
 from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, task_of
 from treering.data.trajectory import Message, Trajectory
@@ -105,9 +105,8 @@ def _conversations(
     """
     run = _Events(note=note)
     for i, event in enumerate(events):
-        if not isinstance(event, dict):
-            raise InputError(f"{name}[{i}] must be an event, an object, got {show(event)}; repair it")
-        _read(event, run, f"{name}[{i}]")
+        where = f"{name}[{i}]"
+        _read(checked_object(where, event, fields="an action, an observation or a kind"), run, where)
     stretches = [*run.before, [message for _, message in run.messages]]
     if not any(stretches):
         raise InputError(f"{name} holds no message, action or observation; drop the record")

@@ -8,10 +8,10 @@ from typing import Any
 
 from treering.data.formats.chat_messages import decode_messages
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import array, is_blank, number_field, show
-from treering.data.formats.model_calls import MessageCall, message_branches, token_calls, token_trajectories
+from treering.data.formats.json_fields import array, checked_object, is_blank, number_field, show
+from treering.data.formats.model_calls import message_branches, token_calls, token_trajectories
 from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, task_of
-from treering.data.trajectory import Trajectory
+from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
 
 _IDS = ("prompt_ids", "response_ids", "logprobs")
@@ -23,8 +23,7 @@ def decode_rllm(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     found = []
     for i, agent in enumerate(array("trajectories", record["trajectories"])):
         where = f"trajectories[{i}]"
-        if not isinstance(agent, dict):
-            raise InputError(f"{where} must be an object with steps, got {show(agent)}; repair it")
+        agent = checked_object(where, agent, fields="steps")
         steps = array(f"{where}.steps", agent.get("steps") or [])
         if not steps:
             note(NO_ANSWER)
@@ -47,23 +46,21 @@ def _agent(
         if "task_id" not in known:
             known["task_id"] = task_of(record, note, tokens=calls[0].prompt)
         return token_trajectories(calls, **known)
-    branches = list(message_branches(_call(step, f"{where}.steps[{i}]") for i, step in enumerate(steps)))
+    branches = list(message_branches(_chat(step, f"{where}.steps[{i}]") for i, step in enumerate(steps)))
     if "task_id" not in known:
         known["task_id"] = task_of(record, note, messages=branches[0])
     return [Trajectory(messages=messages, **known) for messages in branches]
 
 
-def _call(step: object, where: str) -> MessageCall:
+def _chat(step: object, where: str) -> tuple[Message, ...]:
     """Decode a step; its chat ends with the answer."""
-    if not isinstance(step, dict):
-        raise InputError(f"{where} must be an object with chat_completions, got {show(step)}; repair it")
-    messages = decode_messages(step.get("chat_completions"), f"{where}.chat_completions")
+    chat = checked_object(where, step, fields="chat_completions").get("chat_completions")
+    messages = decode_messages(chat, f"{where}.chat_completions")
     if not messages or not messages[-1].is_trained:
         raise InputError(
-            f"{where}.chat_completions must end with the policy's answer, got {show(step.get('chat_completions'))}; "
-            "keep the answer in it"
+            f"{where}.chat_completions must end with the policy's answer, got {show(chat)}; keep the answer in it"
         )
-    return MessageCall(prompt=messages[:-1], answer=messages[-1:])
+    return messages
 
 
 def _has_steps(record: Mapping[str, Any], filled: Set[str]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from treering.data.formats.adapters.trl_rows import preference_pair
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import array, is_blank, number_field, parsed, show, text_field
+from treering.data.formats.json_fields import array, checked_object, is_blank, number_field, parsed, text_field
 from treering.data.formats.model_calls import ids_or_text
 from treering.data.formats.record_format import Note, RecordFormat, has_keys, task_of
 from treering.data.trajectory import Message, Trajectory
@@ -50,8 +50,7 @@ def _turns(value: object, name: str) -> tuple[Message, ...]:
 
 
 def _as_chat(turn: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(turn, dict):
-        raise InputError(f"{where} must be an object with from and value, got {show(turn)}; repair it")
+    turn = checked_object(where, turn, fields="from and value")
     role = turn.get("from", turn.get("role"))
     content = turn.get("value", turn.get("content"))
     if role is None:

@@ -11,8 +11,8 @@ from typing import Any
 from treering.data.formats.adapters.openhands import whose_events
 from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.json_fields import array, show, text_field
-from treering.data.formats.model_calls import MessageCall, ids_or_text, message_branches
+from treering.data.formats.json_fields import array, checked_object, text_field
+from treering.data.formats.model_calls import ids_or_text, message_branches
 from treering.data.formats.record_format import Note, RecordFormat, task_of
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
@@ -53,11 +53,9 @@ def _conversations(attempt: Mapping[str, Any], note: Note) -> list[tuple[Message
         )
     by_agent: dict[str, list[Mapping[str, Any]]] = {}
     for i, item in enumerate(array("history", attempt["history"])):
-        if not isinstance(item, dict):
-            raise InputError(f"history[{i}] must be a message, got {show(item)}; repair it")
-        by_agent.setdefault(text_field(item, "agent", f"history[{i}].agent") or "", []).append(
-            _as_chat(item, note, f"history[{i}]")
-        )
+        message, where = checked_object(f"history[{i}]", item, fields="role and content"), f"history[{i}]"
+        agent = text_field(message, "agent", f"{where}.agent") or ""
+        by_agent.setdefault(agent, []).append(_as_chat(message, note, where))
     # Each agent saw only its own messages.
     histories = [decode_messages(items, "history") for items in by_agent.values()]
     if len(histories) == 1 and (calls := _calls(attempt.get("trajectory"), histories[0], note)):
@@ -65,7 +63,7 @@ def _conversations(attempt: Mapping[str, Any], note: Note) -> list[tuple[Message
     return histories
 
 
-def _calls(steps: object, history: tuple[Message, ...], note: Note) -> list[MessageCall]:
+def _calls(steps: object, history: tuple[Message, ...], note: Note) -> list[tuple[Message, ...]]:
     """Return each step's query with its answer in the history; an empty list if they do not match."""
     answers = [message for message in history if message.is_trained]
     queries = [step.get("query") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
@@ -77,7 +75,7 @@ def _calls(steps: object, history: tuple[Message, ...], note: Note) -> list[Mess
             return []
         location = f"trajectory[{i}].query"
         shown = [_as_chat(item, note, location) if isinstance(item, dict) else item for item in query]
-        calls.append(MessageCall(prompt=decode_messages(shown, location), answer=(answer,)))
+        calls.append((*decode_messages(shown, location), answer))
     return calls
 
 
