@@ -52,7 +52,7 @@ def all_same(rows: list[RenderedTrajectory], others: list[RenderedTrajectory]) -
 
 
 def agrees(dataset: TokenDataset, rendered: list[RenderedTrajectory]) -> bool:
-    tasks, expected = list(dataset.tasks()), by_task(rendered)
+    tasks, expected = [dataset.task(i) for i in range(dataset.num_tasks)], by_task(rendered)
     return all_same([dataset.row(i) for i in range(dataset.num_rows)], rendered) and (
         len(tasks) == len(expected) and all(map(all_same, tasks, expected))
     )
@@ -457,7 +457,7 @@ def test_pages_that_were_read_go_back_to_the_system(tmp_path: Path, monkeypatch:
     # Iterating over the tasks releases pages by itself.
     monkeypatch.setattr(dataset_module, "_RELEASE_TOKENS", num_tokens)
     most = 0
-    for [one] in dataset.tasks():
+    for [one] in map(dataset.task, range(num_rows)):
         assert int(one.tokens.sum()) == 0
         most = max(most, num_mapped_bytes() - before)
     assert most < 0.5 * num_rows * num_bytes

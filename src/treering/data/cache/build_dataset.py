@@ -94,6 +94,7 @@ MAX_WORKERS = 4
 """Largest number of rendering processes; each holds a tokenizer and a part."""
 
 _Part: TypeAlias = tuple[int, list[Trajectory]]
+"""Trajectories, and the index of the first."""
 _Rendered: TypeAlias = tuple[list[Trajectory], list[RenderedTrajectory]]
 
 
@@ -243,7 +244,7 @@ def build(
     """
     reader = RecordReader(str(path), options.format, options.failed)
     notes, num_trajectories, num_rejected, num_chats = DataNotes(), 0, 0, renderer.counts.num_chats
-    parts = _numbered(_parts(path, reader, options, on_progress), path, options)
+    parts = _parts(path, reader, options, on_progress)
     workers = num_workers if _num_bytes(path) >= _LARGE else 0
     with kept_warnings() as kept:
         try:
@@ -300,32 +301,21 @@ def kept_warnings() -> Iterator[list[str]]:
         raise raised
 
 
-def _numbered(
-    parts: Iterable[list[Trajectory]], path: Path, options: ReadOptions
-) -> Iterator[tuple[int, list[Trajectory]]]:
-    first = 0
-    for part in parts:
-        if options.refuses_pairs:
-            check_no_pairs(path, sum(one.preference == "rejected" for one in part))
-        yield first, part
-        first += len(part)
-
-
-def _parts(
-    path: Path, reader: RecordReader, options: ReadOptions, on_progress: OnBuild | None
-) -> Iterator[list[Trajectory]]:
+def _parts(path: Path, reader: RecordReader, options: ReadOptions, on_progress: OnBuild | None) -> Iterator[_Part]:
     position, num_bytes, reported = ReadPosition(), _num_bytes(path), time.monotonic()
     part: list[Trajectory] = []
-    size = 0
+    first = size = 0
     records = read_records(path, may_be_torn=options.may_be_torn, position=position)
     try:
         for num_records, (where, record) in enumerate(records, start=1):
             found = reader.decode(where, record)
+            if options.refuses_pairs:
+                check_no_pairs(path, sum(one.preference == "rejected" for one in found))
             part += found
             size += sum(map(_size, found))
             if size >= PART_SIZE:
-                yield part
-                part, size = [], 0
+                yield first, part
+                first, part, size = first + len(part), [], 0
             if on_progress is not None and time.monotonic() - reported > _REPORT_EVERY_S:
                 reported = time.monotonic()
                 on_progress(BuildProgress(num_records=num_records, num_read=position.num_read, num_bytes=num_bytes))
@@ -333,7 +323,7 @@ def _parts(
         reader.forget()
         raise
     if part:
-        yield part
+        yield first, part
 
 
 def _size(trajectory: Trajectory) -> int:

@@ -6,7 +6,7 @@ R rendered trajectories   F their tokens   P distinct images
 import hashlib
 import json
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -296,10 +296,6 @@ class TokenDataset:
     def largest_id(self, task: int) -> int:
         """Return the largest token id of a task."""
         return int(self.rows["largest_id"][self.rows_of(task)].max())
-
-    def tasks(self) -> Iterator[list[RenderedTrajectory]]:
-        """Yield the rows of each task, in order of first appearance."""
-        return (self.task(task) for task in range(self.num_tasks))
 
     @property
     def last_turn_ends(self) -> npt.NDArray[np.int64]:

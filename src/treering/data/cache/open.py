@@ -50,7 +50,7 @@ def cache_key(path: Path, renderer: Renderer, options: Mapping[str, Any]) -> str
     facts = {
         "version": CACHE_VERSION,
         "code": [code_digest(_CODE), np.__version__, *(versions.get(package, "") for package in _PACKAGES)],
-        "contents": [[_name(each, path), _digest(each)] for each in source_files(path)],
+        "contents": [[_name(each, path), _digest_of([each])] for each in source_files(path)],
         # A missing part causes a warning or an error.
         "missing": missing_parts(path),
         "template": renderer.template,
@@ -72,7 +72,7 @@ def _tokenizer(renderer: Renderer) -> dict[str, Any]:
     files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
     writes_date = any(_WRITES_DATE in file.read_bytes() for file in files)
     return {
-        "tokenizer": [[str(file.relative_to(folder)), _digest(file)] for file in files],
+        "tokenizer": [[str(file.relative_to(folder)), _digest_of([file])] for file in files],
         "date": str(renderer.date or Date.today()) if writes_date else None,
     }
 
@@ -81,10 +81,6 @@ def _tokenizer(renderer: Renderer) -> dict[str, Any]:
 def code_digest(folder: Path) -> str:
     """Return the SHA-256 of the code in a folder, for caches that depend on it."""
     return _digest_of(sorted(folder.rglob("*.py")))
-
-
-def _digest(file: Path) -> str:
-    return _digest_of([file])
 
 
 def _digest_of(files: Iterable[Path]) -> str:

@@ -413,7 +413,10 @@ def _decode(record: object, where: str) -> Iterator[Message]:
     for key in filled(record, UNREADABLE):
         if record[key] is not False:
             raise InputError(f"{where}.{key} changes what is trained and cannot be read ({UNREADABLE[key]}); remove it")
-    role = _role(record, where)
+    given = text_field(record, "role", f"{where}.role")
+    if not given:
+        raise InputError(f"{where} needs a role, got the keys {', '.join(record) or 'none'}; add one")
+    role = ROLES.get(given.strip().lower(), given)
     content = decode_content(record.get("content"), f"{where}.content")
     yield from content.results
     calls = (*content.tool_calls, *_calls(record, where))
@@ -433,13 +436,6 @@ def _decode(record: object, where: str) -> Iterator[Message]:
         tool_call_id=text_field(record, "tool_call_id", f"{where}.tool_call_id"),
         trained=is_trained(record, where, is_assistant=role == "assistant"),
     )
-
-
-def _role(record: Mapping[str, Any], where: str) -> str:
-    role = text_field(record, "role", f"{where}.role")
-    if not role:
-        raise InputError(f"{where} needs a role, got the keys {', '.join(record) or 'none'}; add one")
-    return ROLES.get(role.strip().lower(), role)
 
 
 def _calls(record: Mapping[str, Any], where: str) -> tuple[ToolCall, ...]:

@@ -70,7 +70,7 @@ CONTEXT_KEYS = MappingProxyType(
 _IDS = ("tokens", "input_ids", "token_ids", "prompt_ids", "prompt_token_ids")
 
 
-def decode(record: object) -> Trajectory:
+def decode(record: Mapping[str, Any]) -> Trajectory:
     """Decode a trajectory; null fields count as absent, unknown fields are ignored unless they change what is trained.
 
     Without a task_id, trajectories with equal first prompts form a task, see `first_prompt_id`.
@@ -81,8 +81,6 @@ def decode(record: object) -> Trajectory:
     Example: `decode({"task_id": 3, "tokens": [5, 6], "loss_mask": [0, 1], "source": "x"}).loss_mask` is
     `[False, True]`.
     """
-    if not isinstance(record, dict):
-        raise InputError(f"a trajectory is a JSON object, got {show(record)}; write one object per line")
     check_readable(record, but=("system", "tools", "functions", "routed_experts", *MASK_KEYS))
     messages = None if record.get("messages") is None else _messages(record)
     tokens = decode_tokens(record)
@@ -223,8 +221,6 @@ def _encode_message(message: Message) -> dict[str, Any]:
 
 
 def _messages(record: Mapping[str, Any]) -> tuple[Message, ...]:
-    if given := next((key for key in (*MASK_KEYS, "labels") if record.get(key) is not None), None):
-        raise InputError(f"{given} has one entry per token and messages were given; give tokens instead of messages")
     messages = decode_messages(record["messages"])
     if is_blank(record.get("system")):
         return messages

@@ -212,17 +212,27 @@ def decode_loss_mask(record: Mapping[str, Any], tokens: TokenIds | None) -> Loss
     masks = {key: decode_mask(record[key], key) for key in MASK_KEYS if record.get(key) is not None}
     if not is_blank(record.get("labels")):
         masks["labels"] = _mask_of_labels(record["labels"], tokens)
-    if not masks:
-        return None
-    (key, mask), *others = masks.items()
-    if tokens is not None and mask.size != tokens.size:
-        raise InputError(
-            f"{key} has one entry per token, got {mask.size} for {tokens.size}; align them, zeros on the prompt"
-        )
-    for other, again in others:
-        if not np.array_equal(mask, again):
-            raise InputError(f"{key} and {other} both say which tokens are trained, and they differ; keep one of them")
-    return mask
+    return the_mask(masks, None if tokens is None else tokens.size)
+
+
+def the_mask(masks: Mapping[str, LossMask], size: int | None, per: str = "token") -> LossMask | None:
+    """Return the mask that is given under one or several names; None if there is none.
+
+    Raises:
+        InputError: a mask has another size, or two masks differ.
+    """
+    for key, mask in masks.items():
+        if size is not None:
+            check_size(mask, size, key, per)
+    if len({mask.tobytes() for mask in masks.values()}) > 1:
+        raise InputError(f"{' and '.join(masks)} say which tokens are trained, and they differ; keep one of them")
+    return next(iter(masks.values()), None)
+
+
+def check_size(values: npt.NDArray[Any], size: int, key: str, per: str = "token") -> None:
+    """Check that a field has one entry per token."""
+    if values.size != size:
+        raise InputError(f"{key} has one entry per {per}, got {values.size} for {size}; align them")
 
 
 def decode_floats(record: Mapping[str, Any], key: str) -> npt.NDArray[np.float64] | None:

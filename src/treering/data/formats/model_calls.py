@@ -18,10 +18,12 @@ from treering.data.formats.json_fields import (
     are_logprobs,
     array,
     check_masks_are_known,
+    check_size,
     decode_floats,
     decode_mask,
     is_blank,
     plain_key,
+    the_mask,
     token_ids,
 )
 from treering.data.formats.record_format import Note
@@ -191,10 +193,8 @@ def token_call(record: Mapping[str, Any], keys: tuple[str, str, str], where: str
     logprobs = None if is_blank(record.get(keys[2])) else decode_floats(record, keys[2])
     if not completion.size:
         raise InputError(f"{where}{keys[1]} must hold the ids of the call, got []; drop the record")
-    if logprobs is not None and logprobs.size != completion.size:
-        raise InputError(
-            f"{where}{keys[2]} has one entry per sampled token, got {logprobs.size} for {completion.size}; align them"
-        )
+    if logprobs is not None:
+        check_size(logprobs, completion.size, f"{where}{keys[2]}", "sampled token")
     return TokenCall(
         prompt=prompt, completion=completion, logprobs=logprobs, mask=_mask(record, completion.size, where)
     )
@@ -204,10 +204,5 @@ def _mask(record: Mapping[str, Any], size: int, where: str) -> LossMask | None:
     if any(array(f"{where}prompt_mask", record.get("prompt_mask") or [])):
         raise InputError(f"{where}prompt_mask trains what the call was shown; give 0 for each token of the prompt")
     check_masks_are_known(record, but=(*MASK_KEYS, "prompt_mask"))
-    masks = {key: decode_mask(record[key], f"{where}{key}") for key in MASK_KEYS if not is_blank(record.get(key))}
-    for key, mask in masks.items():
-        if mask.size != size:
-            raise InputError(f"{where}{key} has one entry per sampled token, got {mask.size} for {size}; align it")
-    if len({mask.tobytes() for mask in masks.values()}) > 1:
-        raise InputError(f"{where}{' and '.join(masks)} are different masks; keep one of them")
-    return next(iter(masks.values()), None)
+    given = {f"{where}{key}": record[key] for key in MASK_KEYS if not is_blank(record.get(key))}
+    return the_mask({key: decode_mask(value, key) for key, value in given.items()}, size, "sampled token")

@@ -13,12 +13,13 @@ from treering.data.rendering.encoder import TURN_END, Script, Span, message_scri
 from treering.data.rendering.rendered_parts import common_length, is_in_calls, missing_part
 from treering.data.rendering.template import RenderedChat, leading_token
 from treering.data.rendering.thoughts import (
+    CLOSING,
+    EMPTY,
+    OPENING,
     PromptThought,
     inline_thought,
     prompt_thought,
-    split_closing,
-    split_empty,
-    split_opening,
+    split_off,
 )
 from treering.data.trajectory import Message
 from treering.errors import DataWarning, InputError
@@ -93,22 +94,22 @@ def _lead_and_written(chat: RenderedChat, index: int, thought: PromptThought) ->
     else:
         rendered = _moved(chat, index, prompt[: thought.start])
     if thought.is_open:
-        return _in_open_thought(message, index, thought, split_opening(rendered)[1])
+        return _in_open_thought(message, index, thought, split_off(OPENING, rendered)[1])
     if not thought.is_closed:
-        has_thought = message.reasoning or split_empty(message.content or "")[0]
-        return ("", rendered) if has_thought else split_empty(rendered)
+        has_thought = message.reasoning or split_off(EMPTY, message.content or "")[0]
+        return ("", rendered) if has_thought else split_off(EMPTY, rendered)
     if message.reasoning or inline_thought(message):
         raise InputError(
             f"the chat template closes an empty thought before each answer, but messages[{index}] has a thought; "
             "remove it, or switch thoughts on in the template, as by {% set enable_thinking = true %} at its start"
         )
-    return "", rendered if is_kept else split_empty(rendered)[1]
+    return "", rendered if is_kept else split_off(EMPTY, rendered)[1]
 
 
 def _in_open_thought(message: Message, index: int, thought: PromptThought, rendered: str) -> tuple[str, str]:
     inline = inline_thought(message)
     written_thought = (message.reasoning or (inline[0] if inline else "")).strip()
-    end = split_closing(rendered.lstrip().removeprefix(written_thought))[0]
+    end = split_off(CLOSING, rendered.lstrip().removeprefix(written_thought))[0]
     if written_thought and end.strip() == thought.end.strip():
         return "", rendered
     if message.reasoning:
@@ -121,13 +122,13 @@ def _in_open_thought(message: Message, index: int, thought: PromptThought, rende
         DataWarning,
         stacklevel=2,
     )
-    lead, written = split_closing(rendered)
+    lead, written = split_off(CLOSING, rendered)
     return lead or thought.end, written
 
 
 def _with_thought(message: Message, index: int, thought: PromptThought, rendered: str) -> str:
     """Return the content as the model wrote it, for a template that cuts the thought, with the end of the turn."""
-    content, end = split_opening(message.content or "")[1].rstrip(), thought.end.strip()
+    content, end = split_off(OPENING, message.content or "")[1].rstrip(), thought.end.strip()
     if end not in content:
         raise InputError(
             f"the chat template ends a thought with {end!r}, but the content of messages[{index}] ends it otherwise; "

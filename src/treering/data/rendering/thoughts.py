@@ -21,9 +21,10 @@ _HEADER = re.compile(r"(?:<\|start\|>)?(?:assistant)?(?: to=[^\s<]+)?(?:<\|chann
 THOUGHT_TAG = re.compile(f"{_OPEN}|{_CLOSE}")
 """Tag that opens or closes a thought, in the spellings of the model families."""
 
-_OPENING = re.compile(rf"\s*(?:{_OPEN})\s*")
-_CLOSING = re.compile(rf"\s*(?:{_CLOSE})\s*")
-_EMPTY = re.compile(rf"\s*(?:(?:{_OPEN})\s*)?(?:{_CLOSE})\s*")
+OPENING = re.compile(rf"\s*(?:{_OPEN})\s*")
+CLOSING = re.compile(rf"\s*(?:{_CLOSE})\s*")
+EMPTY = re.compile(rf"\s*(?:(?:{_OPEN})\s*)?(?:{_CLOSE})\s*")
+"""Empty thought, or the end of one."""
 _ENDING = re.compile(rf"(?:(?P<open>{_OPEN})\s*)?(?:(?P<close>{_CLOSE})\s*)?\Z")
 _MAX_ENDING = 200
 _ANY = re.compile(f"(?P<open>{_OPEN}|{_OWN})|(?P<close>{_CLOSE})|{_OWN_END}")
@@ -72,9 +73,7 @@ def prompt_thought(prompt: str) -> PromptThought:
 def answer_start(text: str, prompt: str = "") -> int | None:
     """Return the index at which the answer of a response begins, after its last thought; None if the thought is open.
 
-    Args:
-        text: the response, with special tokens.
-        prompt: text before the response, which may open a thought.
+    The text has special tokens, and the prompt before it may open a thought.
 
     Example: it is 17 for "<think>hm</think>4", 0 for "4", and None for "<think>so 4".
     """
@@ -119,22 +118,13 @@ def _closing(opened: str) -> str:
     return _CLOSED_BY.get(opened) or f"</{opened[1:]}"
 
 
-def split_opening(text: str) -> tuple[str, str]:
-    """Split off a leading tag that opens a thought, with the space around it."""
-    return _split(_OPENING, text)
+def split_off(part: re.Pattern[str], text: str) -> tuple[str, str]:
+    r"""Split off a leading `OPENING`, `CLOSING` or `EMPTY`; the first text is "" without one.
 
-
-def split_closing(text: str) -> tuple[str, str]:
-    """Split off a leading tag that closes a thought, with the space around it."""
-    return _split(_CLOSING, text)
-
-
-def split_empty(text: str) -> tuple[str, str]:
-    r"""Split off a leading empty thought, or the end of one.
-
-    Example: `<think>\n\n</think>\n\n4` is `<think>\n\n</think>\n\n` and `4`.
+    Example: `<think>\n\n</think>\n\n4` with `EMPTY` is `<think>\n\n</think>\n\n` and `4`.
     """
-    return _split(_EMPTY, text)
+    found = part.match(text)
+    return (found.group(), text[found.end() :]) if found else ("", text)
 
 
 def inline_thought(message: Message) -> tuple[str, str] | None:
@@ -147,9 +137,4 @@ def inline_thought(message: Message) -> tuple[str, str] | None:
     if not ends:
         return None
     start, stop = ends[-1]
-    return split_opening(content[:start])[1], content[stop:]
-
-
-def _split(pattern: re.Pattern[str], text: str) -> tuple[str, str]:
-    found = pattern.match(text)
-    return (found.group(), text[found.end() :]) if found else ("", text)
+    return split_off(OPENING, content[:start])[1], content[stop:]

@@ -1,4 +1,4 @@
-"""The formats of records, one module each; `FORMATS` collects the formats that the modules list."""
+"""The formats of records; `FORMATS` collects the formats that the modules list."""
 
 from collections.abc import Mapping
 from importlib import import_module

@@ -13,6 +13,7 @@ from treering.data.formats.chat_messages import decode_messages
 from treering.data.formats.codec import check_readable
 from treering.data.formats.json_fields import (
     array,
+    check_size,
     decode_floats,
     decode_mask,
     is_blank,
@@ -67,18 +68,13 @@ def _logged(
     is_sampled = text_field(message, "role", f"{where}.role") == "assistant"
     mask = np.full(tokens.size, is_sampled)
     if not is_blank(message.get("token_loss_mask")):
-        name = f"{where}.token_loss_mask"
-        mask = _aligned(decode_mask(message["token_loss_mask"], name), tokens.size, name)
-    logprobs = np.full(tokens.size, np.nan)
-    if is_sampled and not is_blank(message.get("generation_logprobs")):
-        logprobs = _aligned(decode_floats(message, "generation_logprobs"), tokens.size, f"{where}.generation_logprobs")
-    return tokens, mask, logprobs
-
-
-def _aligned(values: Any, size: int, key: str) -> Any:
-    if values.size != size:
-        raise InputError(f"{key} has one entry per token, got {values.size} for {size}; align them")
-    return values
+        mask = decode_mask(message["token_loss_mask"], f"{where}.token_loss_mask")
+        check_size(mask, tokens.size, f"{where}.token_loss_mask")
+    given = decode_floats(message, "generation_logprobs") if is_sampled else None
+    if given is None or not given.size:
+        return tokens, mask, np.full(tokens.size, np.nan)
+    check_size(given, tokens.size, f"{where}.generation_logprobs")
+    return tokens, mask, given
 
 
 FORMATS = (

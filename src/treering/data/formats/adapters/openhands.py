@@ -124,7 +124,9 @@ def _read(event: Mapping[str, Any], run: _Events, where: str) -> None:
     elif isinstance(event.get("action"), str):
         _read_action(event, run, where)
     elif isinstance(event.get("observation"), str):
-        _read_observation(event, run, where)
+        if event["observation"] not in _NO_MESSAGE:
+            call_id = object_in(event, "tool_call_metadata").get("tool_call_id")
+            run.add(event, {"role": "tool", "tool_call_id": call_id, "content": event.get("content") or ""})
     else:
         raise InputError(
             f"{where} is an event with action, observation or kind, got the keys {', '.join(event) or 'none'}; drop it"
@@ -164,13 +166,6 @@ def _add_answer(event: Mapping[str, Any], run: _Events, args: Mapping[str, Any])
     thought = args.get("thought") if isinstance(args.get("thought"), str) else None
     call = {"name": event["action"], "arguments": given}
     run.add(event, {"role": "assistant", "content": thought or None, "tool_calls": [call]})
-
-
-def _read_observation(event: Mapping[str, Any], run: _Events, where: str) -> None:
-    if event["observation"] in _NO_MESSAGE:
-        return
-    call_id = object_in(event, "tool_call_metadata").get("tool_call_id")
-    run.add(event, {"role": "tool", "tool_call_id": call_id, "content": event.get("content") or ""})
 
 
 def _condense(args: Mapping[str, Any], run: _Events, where: str) -> None:

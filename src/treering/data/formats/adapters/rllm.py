@@ -38,18 +38,15 @@ def _agent(
     reward = number_field(agent, "reward")
     if reward is None and isinstance(record.get("is_correct"), bool):
         reward = float(record["is_correct"])
-    known: dict[str, Any] = {"reward": reward}
     if isinstance(record.get("id"), str) and is_blank(record.get("task_id")):
         # The id of an episode is TASK:ROLLOUT.
-        known["task_id"] = record["id"].rpartition(":")[0] or record["id"]
+        record = {**record, "task_id": record["id"].rpartition(":")[0] or record["id"]}
     if calls := token_calls(steps, _IDS, lambda i: f"{where}.steps[{i}]"):
-        if "task_id" not in known:
-            known["task_id"] = task_of(record, note, tokens=calls[0].prompt)
-        return token_trajectories(calls, **known)
+        task_id = task_of(record, note, tokens=calls[0].prompt)
+        return token_trajectories(calls, task_id=task_id, reward=reward)
     branches = list(message_branches(_chat(step, f"{where}.steps[{i}]") for i, step in enumerate(steps)))
-    if "task_id" not in known:
-        known["task_id"] = task_of(record, note, messages=branches[0])
-    return [Trajectory(messages=messages, **known) for messages in branches]
+    task_id = task_of(record, note, messages=branches[0])
+    return [Trajectory(messages=messages, task_id=task_id, reward=reward) for messages in branches]
 
 
 def _chat(step: object, where: str) -> tuple[Message, ...]:
