@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.data import Trajectory
+from treering.data.cache.build_dataset import num_common
 from treering.data.formats.arrow import is_dataset_folder
 from treering.data.formats.containers import read_records
+from treering.data.formats.json_fields import placed
 from treering.data.formats.reader import FormatName, RecordReader
 from treering.data.trajectory import Turn, decode_turns, is_episode
 from treering.errors import InputError
@@ -107,10 +109,8 @@ def _rows(file: Path, format: FormatName, *, may_be_torn: bool) -> Iterator[_Row
     reader = RecordReader(str(file), format)
     for where, record in read_records(file, may_be_torn=may_be_torn):
         if format == "auto" and _is_line(record):
-            try:
+            with placed(where):
                 row = _row(record)
-            except InputError as error:
-                raise InputError(f"{where}: {error}") from error
         else:
             row = _counted(reader.decode(where, record), where)
         # A rollout that ended without a token took no time.
@@ -140,7 +140,7 @@ def _counted(branches: list[Trajectory], where: str) -> _Row:
                 f"{EXAMPLE}"
             )
         mask = np.ones(one.tokens.size, np.bool_) if one.loss_mask is None else one.loss_mask
-        length += int(mask[max((_num_shared(one.tokens, other) for other in earlier), default=0) :].sum())
+        length += int(mask[max((num_common(one.tokens, other) for other in earlier), default=0) :].sum())
         earlier.append(one.tokens)
     if first.epoch is None and first.step is None:
         raise InputError(f"{where}: a rollout needs an epoch or a step to order the log, got neither; add one")
@@ -153,12 +153,6 @@ def _counted(branches: list[Trajectory], where: str) -> _Row:
         length=length,
         num_prompt_tokens=int(mask.argmax()) if mask.any() else mask.size,
     )
-
-
-def _num_shared(one: TokenIds, other: TokenIds) -> int:
-    size = min(one.size, other.size)
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if differ.size else size
 
 
 def _row(record: Mapping[str, Any]) -> _Row | None:

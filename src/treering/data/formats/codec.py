@@ -21,7 +21,15 @@ from treering.data.formats.json_fields import (
     show,
     text_field,
 )
-from treering.data.trajectory import Message, TaskId, Trajectory, decode_episode, decode_rehearsed, encode_episode
+from treering.data.trajectory import (
+    Message,
+    TaskId,
+    Trajectory,
+    decode_episode,
+    decode_rehearsed,
+    encode_episode,
+    valid_text,
+)
 from treering.errors import InputError
 from treering.types import LossMask, TokenIds
 
@@ -150,8 +158,8 @@ def decode_task_id(record: Mapping[str, Any], key: str = "task_id") -> TaskId | 
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise InputError(f"{key} must be a string or an integer, got {show(value)}; name each one's task")
-    return value
+        raise InputError(f"{key} is text or an integer, got {show(value)}; correct it or drop it")
+    return valid_text(value, key) if isinstance(value, str) else value
 
 
 def first_prompt_id(messages: tuple[Message, ...] | None, tokens: TokenIds | None, loss_mask: LossMask | None) -> str:

@@ -46,13 +46,9 @@ _SIZES = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized
 def with_images(record: Mapping[str, Any], folder: Path, where: str, note: Callable[[str], None]) -> Mapping[str, Any]:
     """Return the record with a part of type `IMAGE_PART` for each image of its messages; without images, unchanged.
 
-    Args:
-        record: a record of messages.
-        folder: folder of the data file.
-        where: location of the record, for errors.
-        note: called if images of the columns have neither parts nor tags, and are put before the first user's text.
-
-    A tag counts only in a record with images; other texts may mention `<image>`.
+    Local images are in `folder` or below, and errors begin with `where`. A tag counts only in a record with images;
+    other texts may mention `<image>`. Images of the columns without parts and tags are put before the first user's
+    text, with a note.
 
     Raises:
         InputError: an image is a network address, images and placeholders differ in number, or a part is malformed.

@@ -165,7 +165,7 @@ class EncodedScript:
         assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"
 
 
-_NO_TURN = np.zeros(0, np.int32)
+NO_TURN = np.zeros(0, np.int32)
 
 
 def join_encoded(parts: Sequence[EncodedScript]) -> EncodedScript:
@@ -175,7 +175,7 @@ def join_encoded(parts: Sequence[EncodedScript]) -> EncodedScript:
     return EncodedScript(
         tokens=np.concatenate([part.tokens for part in parts]),
         loss_mask=np.concatenate([part.loss_mask for part in parts]),
-        turn_ends=np.concatenate([_NO_TURN, *turn_ends]),
+        turn_ends=np.concatenate([NO_TURN, *turn_ends]),
     )
 
 
@@ -367,10 +367,9 @@ def open_tokenizer(folder: Path) -> "Tokenizer":
     return tokenizer
 
 
-def with_begin(tokens: TokenIds, begin: TokenIds) -> TokenIds:
-    """Prepend the begin tokens of a tokenizer unless the tokens begin with them."""
-    has_started = not begin.size or np.array_equal(tokens[: begin.size], begin)
-    return tokens if has_started else np.concatenate([begin, tokens])
+def missing_begin(tokens: TokenIds, begin: TokenIds) -> TokenIds:
+    """Return the begin tokens of a tokenizer; none if the tokens begin with them."""
+    return begin[:0] if np.array_equal(tokens[: begin.size], begin) else begin
 
 
 def begin_of(tokenizer: "Tokenizer") -> TokenIds:
@@ -437,7 +436,7 @@ def _isolates(tokenizer: "Tokenizer", marker: str) -> bool:
 
 def _masked(script: Script, tokens: TokenIds, starts: npt.NDArray[np.int64]) -> EncodedScript:
     if not script.spans:
-        return EncodedScript(tokens=tokens, loss_mask=np.zeros(tokens.size, np.bool_), turn_ends=_NO_TURN)
+        return EncodedScript(tokens=tokens, loss_mask=np.zeros(tokens.size, np.bool_), turn_ends=NO_TURN)
     # Tokens are sorted by their first characters.
     bounds = np.searchsorted(starts, np.array(script.spans))
     mask = np.zeros(tokens.size, np.bool_)

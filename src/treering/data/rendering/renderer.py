@@ -22,15 +22,16 @@ from treering.data.rendering.chat_turns import (
     policy_turn,
 )
 from treering.data.rendering.encoder import (
+    NO_TURN,
     TURN_END,
     EncodedScript,
     Encoder,
     Script,
     join_encoded,
     message_script,
+    missing_begin,
     raw_script,
     turn_opening,
-    with_begin,
 )
 from treering.data.rendering.image_processor import (
     ImageProcessor,
@@ -101,13 +102,7 @@ class Renderer:
         date: Date | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Store the settings.
-
-        Args:
-            tokenizer: a Hugging Face tokenizer folder; None if every trajectory has tokens.
-            template: chat form.
-            date: date in chat templates that write today's date; None for today.
-            variables: values of the chat template's own variables, such as `enable_thinking`.
+        """Store the settings; `variables` are values of the chat template's own variables, such as `enable_thinking`.
 
         Raises:
             ConfigError: the template is unknown.
@@ -115,7 +110,7 @@ class Renderer:
         if template not in get_args(Template):
             raise ConfigError(f'template is "auto", "plain" or "hf", got {template!r}; choose one of them')
         self.tokenizer = tokenizer
-        """Folder of the tokenizer; None without one."""
+        """Hugging Face tokenizer folder; None if every trajectory has tokens."""
         self.template: Template = template
         """Requested chat form."""
         self.date = date
@@ -149,9 +144,8 @@ class Renderer:
         encoded = self._encoder.encode([scripts for _, scripts in sequences]) if sequences else []
         of_messages: dict[int, list[EncodedScript]] = {}
         for (i, _), sequence in zip(sequences, encoded, strict=True):
-            whole = self._with_begin(sequence) if self._template_of(trajectories[i]) is None else sequence
             with placed(trajectories[i].where):
-                of_messages.setdefault(i, []).append(self._with_images(trajectories[i], whole))
+                of_messages.setdefault(i, []).append(self._whole(trajectories[i], sequence))
         self._count_contents([trajectories[i] for i in written])
         found: list[RenderedTrajectory] = []
         for i, trajectory in enumerate(trajectories):
@@ -216,8 +210,7 @@ class Renderer:
             placeholder = self._placeholder(chat)
             scripts = [expanded_script(Script(text=chat.opened(len(chat.messages))), placeholder)]
         self._count_contents([trajectory])
-        encoded = self._encoder.encode([scripts])[0]
-        found = self._with_images(trajectory, self._with_begin(encoded) if template is None else encoded)
+        found = self._whole(trajectory, self._encoder.encode([scripts])[0])
         self._check_placeholders(found)
         return found
 
@@ -383,8 +376,13 @@ class Renderer:
         check_images(chat, placeholder.written)
         return placeholder
 
-    def _with_images(self, trajectory: Trajectory, encoded: EncodedScript) -> EncodedScript:
-        """Return the sequence with the tokens of its images."""
+    def _whole(self, trajectory: Trajectory, encoded: EncodedScript) -> EncodedScript:
+        """Return the sequence with the tokens of its images, and those that the tokenizer adds before a text."""
+        # Chat templates write these tokens themselves.
+        if self._template_of(trajectory) is None and encoded.tokens.size:
+            begin = missing_begin(encoded.tokens, self._encoder.begin)
+            before = EncodedScript(tokens=begin, loss_mask=np.zeros(begin.size, np.bool_), turn_ends=NO_TURN)
+            encoded = join_encoded([before, encoded])
         sources = [one.source for message in trajectory.messages or () for one in message.images]
         if not sources:
             return encoded
@@ -421,16 +419,6 @@ class Renderer:
                 f"{text} stands for an image, video or sound of this model, and none is given there; remove it from "
                 'the text, or give the image as a part {"type": "image", ...}'
             )
-
-    def _with_begin(self, encoded: EncodedScript) -> EncodedScript:
-        """Prepend the tokenizer's begin tokens, which chat templates write themselves."""
-        begin = self._encoder.begin
-        if not encoded.tokens.size or with_begin(encoded.tokens, begin) is encoded.tokens:
-            return encoded
-        no_turn = np.zeros(0, np.int32)
-        return join_encoded(
-            [EncodedScript(tokens=begin, loss_mask=np.zeros(begin.size, np.bool_), turn_ends=no_turn), encoded]
-        )
 
     def _count_contents(self, trajectories: Sequence[Trajectory]) -> None:
         counts = self.counts

@@ -213,12 +213,7 @@ class ChatTemplate:
     def __init__(
         self, folder: Path, *, date: Date | None = None, variables: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        """Open the folder.
-
-        Args:
-            folder: folder of the tokenizer.
-            date: date that templates write as today's; None for today.
-            variables: values of the template's own variables, such as `enable_thinking`.
+        """Open the folder; the other arguments are those of `Renderer`.
 
         Raises:
             ConfigError: the folder has no chat template, or the template needs code, or tokens that no file names, or

@@ -22,6 +22,7 @@ from treering.data.cache.open import code_digest, open_built, unchanged
 from treering.data.formats.codec import CONTEXT_KEYS, decode
 from treering.data.formats.containers import read_records
 from treering.data.formats.json_fields import is_blank, placed
+from treering.data.formats.record_format import named_task
 from treering.data.formats.record_images import BEFORE_TEXT, with_images
 from treering.data.rendering.renderer import Renderer
 from treering.data.trajectory import Message, RenderedTrajectory, Trajectory, valid_text
@@ -109,7 +110,8 @@ def _line(record: object, where: str) -> PromptLine:
         likely = next((name for name in _LIKELY_PROMPTS if record.get(name) is not None), None)
         fix = "add one" if likely is None else f"rename {likely}, if that is the prompt"
         raise InputError(f"a line needs prompt or question, got the keys {', '.join(record) or 'none'}; {fix}")
-    return PromptLine(where=where, record=record, answer=_answer(_given_answer(record)), prompt_id=_prompt_id(record))
+    prompt_id = named_task(record, _ID_KEYS)
+    return PromptLine(where=where, record=record, answer=_answer(_given_answer(record)), prompt_id=prompt_id)
 
 
 def _check(messages: tuple[Message, ...], value: object) -> None:
@@ -148,14 +150,6 @@ def _answer(value: object) -> str | None:
         # JSON has no such numbers; a number too large for a Python float is read as infinity.
         raise InputError(f"an answer that is a number must be finite, got {value!r}; write it as text")
     return value.text if isinstance(value, _ExactFloat) else str(value)
-
-
-def _prompt_id(record: Mapping[str, Any]) -> PromptId | None:
-    key = next((key for key in _ID_KEYS if record.get(key) is not None), None)
-    value = None if key is None else record[key]
-    if value is None or (isinstance(value, str | int) and not isinstance(value, bool) and value != ""):
-        return valid_text(value, str(key)) if isinstance(value, str) else value
-    raise InputError(f"{key} is text or an integer, got {value!r}; correct it or drop it")
 
 
 _RELEASE_BYTES = 1 << 26

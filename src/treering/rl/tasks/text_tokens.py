@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from treering.data.rendering.encoder import TURN_END, begin_of, open_tokenizer, with_begin
+from treering.data.rendering.encoder import TURN_END, begin_of, missing_begin, open_tokenizer
 from treering.data.rendering.renderer import Renderer
 from treering.data.rendering.template import end_of_text
 from treering.data.rendering.thoughts import answer_start, without_headers
@@ -96,7 +96,7 @@ class TextTokens:
                 never added, because a prompt goes on.
         """
         tokens = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-        return with_begin(tokens, self._begin) if adds_special else tokens
+        return np.concatenate([missing_begin(tokens, self._begin), tokens]) if adds_special else tokens
 
     def decode(self, tokens: TokenIds) -> str:
         """Return the text without special tokens."""
