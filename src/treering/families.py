@@ -7,7 +7,7 @@ Users register their own families with `register_family`.
 from dataclasses import dataclass
 from typing import Literal
 
-from treering.errors import ConfigError
+from treering.errors import ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,20 @@ FAMILIES: dict[str, Family] = {}
 
 IMAGE_FAMILIES: dict[str, ImageFamily] = {}
 """Families of models that take images, by `config.model_type`."""
+
+
+def find_family(model_type: str) -> Family:
+    """Return the family of language models with this `config.model_type`.
+
+    Raises:
+        UnsupportedError: there is none.
+
+    Example: `find_family("qwen3").model_type` is "qwen3".
+    """
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise UnsupportedError(f"model type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
+    return family
 
 
 def register_family(family: Family | ImageFamily) -> None:

@@ -12,6 +12,7 @@ from tests.cli import runs
 from tests.cli.hub_cache import save_model, save_tokenizer
 from treering.cli.toml import comments, pair
 from treering.data import Trajectory, write_trajectories
+from treering.families import FAMILIES
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}30 {% endif %}"
 
@@ -31,6 +32,11 @@ def folder(folder: Path) -> Path:
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     return runs.call(monkeypatch, *words), *capsys.readouterr()
+
+
+def retype(model: Path, model_type: str) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
 
 
 def write_set(path: Path, num_tasks: int) -> None:
@@ -174,7 +180,7 @@ def test_nothing_is_overwritten_and_paths_hold_where_another_folder_is_named(fol
 @pytest.mark.parametrize(
     ("tokens", "mask", "part"),
     [
-        ([1, 32], [0, 1], "token ids up to 32, but model takes 32"),
+        ([1, 32], [0, 1], "the token id 32, but those of model end at 31"),
         ([1, 2], [0, 0], "training needs a trained token, but 1 task has none; give assistant turns"),
         ([1] * 25, [0] * 24 + [1], "cut to data.max_length = 24, 1 of them before their first trained token"),
     ],
@@ -207,6 +213,22 @@ def test_a_model_without_a_configuration_is_refused_by_name(folder, monkeypatch,
     code, _, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "empty")
     assert code == 2
     assert "empty/config.json is a JSON object, and this one cannot be read" in err
+
+
+@pytest.mark.parametrize("name", [family for family in FAMILIES if FAMILIES[family].counts_flops is None])
+def test_a_family_whose_flops_are_not_counted_has_a_configuration_too(folder, monkeypatch, capsys, name):
+    write_set(folder / "traces.jsonl", 1)
+    retype(folder / "model", name)
+    assert call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model")[0] == 0
+    assert "(qwen3-8b), because" in (folder / "sft.toml").read_text().replace("\n# ", " ")
+
+
+def test_a_model_of_another_family_is_refused_before_anything_is_written(folder, monkeypatch, capsys):
+    write_set(folder / "traces.jsonl", 1)
+    retype(folder / "model", "gpt2")
+    code, _, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model")
+    assert (code, (folder / "sft.toml").exists()) == (2, False)
+    assert "model type 'gpt2' is not supported; supported are llama, " in err
 
 
 def test_no_text_of_a_file_ends_its_comment_or_its_value():

@@ -16,7 +16,7 @@ from peft import (
     get_peft_model,
 )
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tests import image_models
 from tests.forests import SHAPES
@@ -288,6 +288,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "another family": (
         lambda: retyped("gemma", build("llama")),
         "model type 'gemma' is not supported; supported are llama, mistral, qwen2, qwen3",
+    ),
+    "layers of another name": (
+        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1)),
+        "model type 'gpt2' is not supported; supported are llama",
     ),
     "images": (
         lambda: retyped("paligemma", image_models.build("gemma3")),

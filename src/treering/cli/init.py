@@ -27,7 +27,7 @@ def init(
         str,
         typer.Option(
             metavar="NAME",
-            help="With --rl: exact_answer, contains_answer, math_verify, or package.module:function of your own.",
+            help="With --rl: exact_answer, contains_answer, math_verify, or your own as file.py:function.",
         ),
     ] = _REWARD,
     out: Annotated[
@@ -43,7 +43,7 @@ def init(
 
     Example: treering init runs/traces.jsonl --model Qwen/Qwen3-0.6B
 
-    Example: treering init prompts.jsonl --model Qwen/Qwen3-0.6B --rl --reward my_rewards:brevity
+    Example: treering init prompts.jsonl --model Qwen/Qwen3-0.6B --rl --reward rewards.py:brief
     """
     require("treering init")
     from treering.cli.hub import is_hub_id

@@ -16,7 +16,8 @@ from treering.data import FormatName, Template
 from treering.data.cache.folder import cache_folder
 from treering.data.formats.containers import read_records
 from treering.data.formats.reader import detect
-from treering.errors import ConfigError, InputError, plural
+from treering.errors import ConfigError, InputError, UnsupportedError, plural
+from treering.families import find_family
 from treering.files.writing import read_object
 from treering.rl.tasks.prompts_file import PromptsFile
 from treering.types import DEFAULT_SHAPE, find_shape
@@ -43,11 +44,14 @@ def read_model(name: str) -> ModelFacts:
 
     Raises:
         InputError: there is no such model, or its config.json cannot be read.
+        UnsupportedError: its family is not supported.
 
     Example: the facts of Qwen/Qwen3-0.6B have a vocab_size of 151936 and a context of 40960.
     """
     folder = find_folder(name, [Path()], setting="--model", wanted="tokenizer")
     config = read_object(folder / "config.json", fix="name the folder of a Hugging Face model with --model")
+    if "vision_config" not in config:
+        find_family(str(config.get("model_type")))
     # Multimodal models keep the text settings in a section.
     inner = config.get("text_config")
     config |= inner if isinstance(inner, dict) else {}
@@ -56,7 +60,7 @@ def read_model(name: str) -> ModelFacts:
     shape = str(folder)
     try:
         find_shape(shape)
-    except ConfigError:
+    except (ConfigError, UnsupportedError):
         shape = DEFAULT_SHAPE
     tokenizer = folder if (folder / "tokenizer.json").is_file() else None
     return ModelFacts(name=name, tokenizer=tokenizer, vocab_size=vocab_size, context=context, shape=shape)
@@ -85,8 +89,8 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
     num_tasks = len(load_corpus(data, config_dir=Path(), model=model.tokenizer).tasks)
     if model.vocab_size is not None and report.largest_id >= model.vocab_size:
         raise InputError(
-            f"{file} has token ids up to {report.largest_id}, but {model.name} takes {model.vocab_size}; name the "
-            "model whose tokenizer made them"
+            f"{file} has the token id {report.largest_id}, but those of {model.name} end at {model.vocab_size - 1}; "
+            "name the model whose tokenizer made them"
         )
     chosen = [pair(key, value, _NOTES.get(key, "")) for key, value in settings.items() if value != "auto"]
     return "".join(

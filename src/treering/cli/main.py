@@ -70,7 +70,9 @@ def _run() -> int | None:
         # Outside the main thread typer handles Ctrl-C; newer releases return the code themselves.
         return EXIT_INTERRUPTED
     except _UsageError as error:
-        return _refused(f"{error.format_message().rstrip('.')}. See treering --help, or --help after a subcommand.")
+        context = getattr(error, "ctx", None)
+        command = "treering" if context is None else context.command_path
+        return _refused(f"{error.format_message().rstrip('.')}; see {command} --help")
     return code
 
 

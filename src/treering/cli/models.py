@@ -156,8 +156,8 @@ def build_model(
     vocab_size = int(model.config.get_text_config().vocab_size)
     if vocab_size < num_ids:
         raise ConfigError(
-            f"the data has token ids up to {num_ids - 1}, but the model has {vocab_size} ids; use the tokenizer of "
-            "this model"
+            f"the data has the token id {num_ids - 1}, but the model's end at {vocab_size - 1}; use the tokenizer "
+            "of this model"
         )
     if lora is not None and lora.rank is not None and folder is not None:
         torch.manual_seed(seed)

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from treering.errors import UnsupportedError
-from treering.families import FAMILIES, Family
+from treering.families import Family, find_family
 from treering.model.images import ImageFeatures, VisionPart, find_vision
 from treering.ranks.group import is_running
 from treering.ranks.setup import check_parallel
@@ -156,7 +156,7 @@ def _bind(model: nn.Module, *, calls_modules: bool) -> TreeModel:
     vision = find_vision(causal_lm)
     decoder = causal_lm.get_decoder()
     config = causal_lm.config if vision is None else decoder.config
-    family = _family_of(config, num_layers=len(decoder.layers))
+    family = _family_of(config, decoder)
     _check_attention(config)
     _check_positions(config)
     _check_output(causal_lm)
@@ -216,12 +216,8 @@ def _holds_module(model: nn.Module) -> bool:
     return "module" in model._modules
 
 
-def _family_of(config: PreTrainedConfig, *, num_layers: int) -> Family:
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise UnsupportedError(
-            f"model type {config.model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
-        )
+def _family_of(config: PreTrainedConfig, decoder: Any) -> Family:
+    family = find_family(config.model_type)
     if family.mixer and transformers_release() < RECURRENT_SINCE:
         raise UnsupportedError(
             f"model type {config.model_type!r} has recurrent layers, which need transformers "
@@ -229,10 +225,10 @@ def _family_of(config: PreTrainedConfig, *, num_layers: int) -> Family:
         )
     supported = (*_LAYER_TYPES, _RECURRENT) if family.mixer else _LAYER_TYPES
     kinds = getattr(config, "layer_types", None) or ()
-    if kinds and len(kinds) < num_layers:
+    if kinds and len(kinds) < len(decoder.layers):
         raise UnsupportedError(
-            f"config.layer_types must name every layer, got {len(kinds)} names for {num_layers} layers; after PEFT's "
-            "layer_replication, set model.config.layer_types to the kinds of the replicated layers"
+            f"config.layer_types must name every layer, got {len(kinds)} names for {len(decoder.layers)} layers; after "
+            "PEFT's layer_replication, set model.config.layer_types to the kinds of the replicated layers"
         )
     for index, kind in enumerate(kinds):
         if kind not in supported:

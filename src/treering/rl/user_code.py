@@ -20,7 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from treering.errors import ConfigError, InputError, Interrupted
+from treering.errors import ConfigError, InputError, Interrupted, TreeringError
 
 _OTHERS = (
     "<",
@@ -111,10 +111,13 @@ def in_copy(call: Callable[[], str], time_limit_s: float) -> str | None:
 def in_words(error: BaseException) -> str:
     """Return an error of user code as text: its location in the user's code if known, its type and its message.
 
+    An error of Treering has no type, because the user did not raise it.
+
     Example: "rewards.py:7: ValueError: no number".
     """
     location = location_of(error)
-    return f"{'' if location is None else f'{location}: '}{type(error).__name__}: {_text_of(error)}"
+    kind = "" if isinstance(error, TreeringError) else f"{type(error).__name__}: "
+    return f"{'' if location is None else f'{location}: '}{kind}{_text_of(error)}"
 
 
 def location_of(error: BaseException) -> str | None:

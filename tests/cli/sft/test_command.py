@@ -172,7 +172,7 @@ def test_a_trained_model_can_be_trained_on_from_its_folder(folder: Path, sft: Ca
     before, after = weights_of(first["checkpoint"]), weights_of(second["checkpoint"])
     assert all(torch.equal(before[name], after[name]) for name in before)
     write_set(folder / "a.jsonl", [1, 512], [1, 2])
-    with pytest.raises(ConfigError, match="ids up to 512, but the model has 512 ids; use the tokenizer of this model"):
+    with pytest.raises(ConfigError, match="the token id 512, but the model's end at 511; use the tokenizer"):
         sft(path, "run.dir=third")
     (folder / "empty").mkdir()
     with pytest.raises(InputError, match=r"empty has no config\.json, so .*; correct model\.path"):

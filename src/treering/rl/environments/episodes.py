@@ -316,9 +316,9 @@ def _unknown_names(session: Session, outcome: Outcome) -> str | None:
     agents = [name for name in outcome.rewards if name not in session.trainable]
     calls = [number for number in outcome.turn_rewards if number not in session.calls]
     if agents:
-        return f"InputError: rewards must name agents of the run, got {agents[0]!r}; make it with policy.agent"
+        return f"rewards must name agents of the run, got {agents[0]!r}; make it with policy.agent"
     if calls:
-        return f"InputError: turn_rewards must name calls of the run, got {calls[0]!r}; use Reply.call"
+        return f"turn_rewards must name calls of the run, got {calls[0]!r}; use Reply.call"
     return None
 
 

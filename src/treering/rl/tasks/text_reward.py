@@ -280,11 +280,8 @@ class TextReward:
                 "for, or raise the setting"
             ) from None
         if error or (error is None and prompt.answer is not None):
-            what = f"raised {error}" if error else "crashed or ended its process"
-            raise InputError(
-                f"{self.name} {what} (prompt {prompt.name}, text {(prompt.answer or '')!r:.60}); a reward returns a "
-                "number for every text, or None to skip it"
-            )
+            what = error or "the reward's process crashed or ended; return a number for every text, or None to skip it"
+            raise InputError(f"{what} (reward {self.name}, prompt {prompt.name}, text {(prompt.answer or '')!r:.60})")
 
     def _trial_error(self, prompt: Prompt) -> str:
         text = prompt.answer or ""
@@ -294,8 +291,10 @@ class TextReward:
         except InputError as error:
             return "" if prompt.answer is None else in_words(error)
         for score in scores:
-            if isinstance(score, Exception) and (prompt.answer is not None or isinstance(score, _MISTAKES)):
+            if isinstance(score, InputError):
                 return in_words(score)
+            if isinstance(score, Exception) and (prompt.answer is not None or isinstance(score, _MISTAKES)):
+                return f"{in_words(score)}; return a number for every text, or None to skip it"
         return ""
 
     def _sum(self, scores: Sequence[Score | Exception]) -> Score | Exception:
