@@ -10,10 +10,7 @@ from treering.data.trajectory import TaskId
 def is_held_out(task_id: TaskId, share: float, *, seed: int) -> bool:
     """Return whether a task is held out; other tasks and their order do not change the choice.
 
-    Args:
-        task_id: id of the task or prompt; all of its trajectories are on one side.
-        share: share of the tasks to hold out, between 0 and 1; a larger share holds out the same tasks and more.
-        seed: random seed of the choice.
+    All trajectories of a task are on one side. A larger share, between 0 and 1, holds out the same tasks and more.
 
     Example:
         >>> [task for task in range(10) if is_held_out(task, 0.2, seed=0)]

@@ -286,19 +286,17 @@ def check_no_pairs(path: Path, num_rejected: int) -> None:
 def kept_warnings() -> Iterator[list[str]]:
     """Collect the distinct warnings of the block; give them at its end if it raises."""
     kept: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DataWarning)
-        try:
-            yield kept
-        except Exception as error:
-            raised: Exception | None = error
-        else:
-            raised = None
-    kept += dict.fromkeys(str(each.message) for each in caught)
-    if raised is not None:
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DataWarning)
+            try:
+                yield kept
+            finally:
+                kept += dict.fromkeys(str(each.message) for each in caught)
+    except Exception:
         for text in kept:
             warnings.warn(text, DataWarning, stacklevel=5)
-        raise raised
+        raise
 
 
 def _parts(path: Path, reader: RecordReader, options: ReadOptions, on_progress: OnBuild | None) -> Iterator[_Part]:

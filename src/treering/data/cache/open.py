@@ -147,13 +147,8 @@ def open_built(
 ) -> TokenDataset:
     """Open the arrays of a file from the cache, or from the folder into which `make` writes them.
 
-    Args:
-        file: source of the arrays.
-        renderer: gives the tokenizer and template, which are part of the key.
-        options: further values of the key, in JSON.
-        make: writes the arrays with an `ArrayWriter`; it may be called twice.
-        folder: folder of caches; None disables the cache.
-        may_grow: whether the file may change meanwhile, which disables the cache.
+    The key covers the file, the renderer's tokenizer and template, and `options`, values in JSON. `make` writes with an
+    `ArrayWriter` and may be called twice. Without a folder, or if the file `may_grow` meanwhile, there is no cache.
     """
     # Taken before the key is computed, so that the cache never has other contents than its key.
     before = _stamps(file)

@@ -171,11 +171,8 @@ def read_records(
     or zstandard, a Parquet or Arrow file, or a folder of such files, also one that Hugging Face's `save_to_disk` or the
     Hub writes. The content decides the type, not the name.
 
-    Args:
-        path: file or folder.
-        may_be_torn: whether a kill may have cut the last line of the file; see `whole_lines`.
-        parse_float: converts the text of a JSON number with a fraction; None for Python's float.
-        position: counts the bytes that are read.
+    If a kill may have cut the last line of the file, `may_be_torn` skips it; see `whole_lines`. `parse_float` converts
+    the text of a JSON number with a fraction, and `position` counts the bytes that are read.
 
     Raises:
         InputError: the path cannot be read, or JSON is broken, as "FILE:LINE: rule, value, fix".

@@ -117,15 +117,13 @@ def show(value: object) -> str:
 TOKEN_KEYS = ("tokens", "input_ids", "token_ids")
 """Names of a trajectory's token ids."""
 MASK_KEYS = (
-    *(
-        "loss_mask",
-        "loss_masks",
-        "response_mask",
-        "action_mask",
-        "completion_mask",
-        "assistant_mask",
-        "assistant_masks",
-    ),
+    "loss_mask",
+    "loss_masks",
+    "response_mask",
+    "action_mask",
+    "completion_mask",
+    "assistant_mask",
+    "assistant_masks",
 )
 """Names of a mask with 1 where a token is trained."""
 _OTHER_MASK = re.compile(r"(^|_)(masks?|weights)$")

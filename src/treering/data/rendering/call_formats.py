@@ -401,9 +401,7 @@ _ANSWER = "mark-kram"
 def find_call_format(template: ChatTemplate, settings: Mapping[str, Any]) -> CallFormat:
     """Return the format that reads a call which the template has rendered.
 
-    Args:
-        template: a chat template.
-        settings: settings of the tokenizer, whose description of the format is tried first.
+    A description of the format in the settings of the tokenizer is tried first.
 
     Raises:
         UnsupportedError: no format reads the call.

@@ -266,12 +266,9 @@ def expanded_script(script: Script, placeholder: Placeholder | None) -> Script:
 
 
 def with_image_tokens(encoded: EncodedScript, images: Sequence[ImageData], token: int) -> EncodedScript:
-    """Return the sequence with each placeholder repeated for every token of its image.
+    """Return the sequence with each placeholder, the id `token`, repeated for every token of its image.
 
-    Args:
-        encoded: sequence with one placeholder per image, for the first images of the chat.
-        images: all images of the chat.
-        token: id of the placeholder.
+    A sequence may have only the first images of a chat.
 
     Raises:
         InputError: there are more placeholders than images, or a placeholder would be trained.

@@ -168,12 +168,7 @@ class Renderer:
             )
 
     def prompt(self, messages: Sequence[Message], tools: Tools = (), *, is_raw: bool = False) -> TokenIds:
-        r"""Return the tokens before the policy's turn, int32 [P].
-
-        Args:
-            messages: messages of the prompt.
-            tools: JSON schemas for the chat template.
-            is_raw: whether to concatenate the contents.
+        r"""Return the tokens before the policy's turn, int32 [P]; `is_raw` concatenates the contents.
 
         Raises:
             InputError: there is no tokenizer or no text, or the template drops a part.

@@ -99,19 +99,6 @@ def end_of_text(folder: Path) -> str | None:
     return next((text for text in (token_text(settings.get("eos_token")) for settings in files) if text), None)
 
 
-def special_tokens(folder: Path) -> tuple[str, ...]:
-    """Return the texts of all special tokens, each once."""
-    settings = read_settings(folder / CONFIG_FILE)
-    added = [
-        *read_settings(folder / "tokenizer.json").get("added_tokens", ()),
-        *settings.get("added_tokens_decoder", {}).values(),
-    ]
-    lists = [settings.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
-    listed = [token for tokens in lists if isinstance(tokens, list) for token in tokens]
-    found = [*(token for token in added if token.get("special")), *listed, *named_tokens(folder).values()]
-    return tuple(dict.fromkeys(text for text in map(token_text, found) if text))
-
-
 def token_text(value: Any) -> str | None:
     """Return the text of a token that is stored as text or as an object with settings; None for other values."""
     text = value.get("content") if isinstance(value, dict) else value
@@ -237,22 +224,26 @@ class ChatTemplate:
         """Return the text before the policy's turn: the messages and the opening of the turn.
 
         Raises:
-            InputError: the template refuses the messages.
+            InputError: the template refuses the messages; also raised by `text`.
         """
         return self._render(messages, tools, opens_turn=True)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the rendered messages without an open turn.
-
-        Raises:
-            InputError: the template refuses the messages.
-        """
+        """Return the rendered messages without an open turn."""
         return self._render(messages, tools, opens_turn=False)
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """Texts of the tokenizer's special tokens."""
-        return special_tokens(self._folder)
+        """Texts of the tokenizer's special tokens, each once."""
+        settings = read_settings(self._folder / CONFIG_FILE)
+        added = [
+            *read_settings(self._folder / "tokenizer.json").get("added_tokens", ()),
+            *settings.get("added_tokens_decoder", {}).values(),
+        ]
+        lists = [settings.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
+        listed = [token for tokens in lists if isinstance(tokens, list) for token in tokens]
+        found = [*(token for token in added if token.get("special")), *listed, *self._named.values()]
+        return tuple(dict.fromkeys(text for text in map(token_text, found) if text))
 
     @cached_property
     def turn_end(self) -> TurnEnd:

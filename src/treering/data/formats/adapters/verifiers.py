@@ -65,9 +65,7 @@ def decode_traces(record: object) -> list[AgentTrace]:
 def decode_trace(record: object, episode: Mapping[str, Any] | None = None) -> AgentTrace:
     """Decode one run; fields that Treering does not use stay in its record.
 
-    Args:
-        record: a trace of verifiers v1.
-        episode: episode of the trace, without its traces; gives the step, and the task if the trace has none.
+    The episode, without its traces, gives the step, and the task if the trace has none.
 
     Raises:
         InputError: a bad field; the message has the node, the field, its value and the rule.
