@@ -81,3 +81,10 @@ def test_the_error_for_an_unknown_format_lists_the_keys_and_what_is_missing(tmp_
 def test_an_answer_next_to_messages_is_not_dropped(tmp_path, key, value):
     with pytest.raises(InputError, match=f"{key} stands next to messages, and only one of them can be trained"):
         read(tmp_path, {"messages": TALK, "prompt": [QUESTION], key: value})
+
+
+def test_messages_of_an_unknown_role_are_context_with_a_note(tmp_path):
+    misspelt = {"task_id": 1, "messages": [QUESTION, ANSWER | {"role": "asistant"}]}
+    found, notes = read(tmp_path, misspelt, {"task_id": 2, "messages": [QUESTION, ANSWER | {"role": "Assistant"}]})
+    assert [one.messages[1].is_trained for one in found] == [False, True]
+    assert notes == ["the role 'asistant' is not known, so its messages are context (1 of 2 records)"]

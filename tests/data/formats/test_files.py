@@ -37,6 +37,7 @@ def trajectories(draw):
     return Trajectory(tokens=np.array(ids, np.int32), loss_mask=None if mask is None else np.array(mask), **scalars)
 
 
+@pytest.mark.filterwarnings("ignore:.*the role .* is not known")
 @given(st.lists(trajectories(), min_size=1, max_size=4), st.sampled_from(["set.jsonl", "set.jsonl.gz"]))
 def test_reading_what_was_written_gives_the_same_trajectories(tmp_path_factory, written, name):
     file = tmp_path_factory.mktemp("files") / name

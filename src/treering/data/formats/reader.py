@@ -74,6 +74,7 @@ _FAILURE = re.compile(
     r"\b(error(ed)?|fail(ed|ure)?|crash(ed)?|abort(ed)?|cancell?ed|time ?out|timed out|exception|interrupted|killed)\b"
 )
 _FAILURE_KEYS = frozenset((*ERROR_KEYS, *COMPLETED_KEYS, *END_KEYS))
+_KNOWN_ROLES = frozenset(ROLES.values())
 _CUT_KEYS = frozenset((*CUT_FLAGS, *CUT_REASONS, "incomplete_details", "status"))
 
 
@@ -339,6 +340,8 @@ class RecordReader:
         if known.has_images:
             record = with_images(record, self._folder, where, note)
         found = known.decode(record, note)
+        for role in {message.role for one in found for message in one.messages or ()} - _KNOWN_ROLES:
+            note(f"the role {role!r:.40} is not known, so its messages are context")
         if known.has_traces(record):
             return found
         if found and self._failed == "left_out" and has_failed(record):
