@@ -71,6 +71,16 @@ def test_the_token_ratio_of_kept_groups_is_the_bound(tmp_path: Path) -> None:
     assert run.logs[0]["tree/sharing"] == pytest.approx(1 - 1 / found[0])
 
 
+@pytest.mark.parametrize(("rows", "is_named"), [(2, True), (4, False)])
+def test_micro_batches_below_a_group_are_named_with_the_setting_that_shares_more(
+    rows: int, is_named: bool, tmp_path: Path
+) -> None:
+    trainer = runs.grpo(runs.saved(), tmp_path, per_device_train_batch_size=rows, num_generations=4)
+    words = share_prefixes(trainer).batching.words
+    named = "with more than 2 of the 4 rollouts of a prompt in a micro-batch (per_device_train_batch_size)"
+    assert (named in words) == is_named
+
+
 def _counted(trainer: object) -> list[tuple[int, int]]:
     """Return tokens and distinct tokens with a forest for each group; no arrangement of micro-batches has fewer."""
     rows = [

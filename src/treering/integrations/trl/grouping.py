@@ -138,6 +138,11 @@ def _groups(trainer: Any, overrides: Overrides, *, is_on: bool | None) -> Batchi
     longest = trainer.max_completion_length
     bound = group_bound(num_prompt_tokens=num_prompt_tokens, num_completion_tokens=longest, num_rows=num_rows)
     reached = f"bound {bound:.2f}x by tokens where completions reach {longest}, more where they are shorter"
+    if num_rows < trainer.num_generations:
+        reached = (
+            f"{reached}, and with more than {num_rows} of the {trainer.num_generations} rollouts of a prompt in a "
+            "micro-batch (per_device_train_batch_size)"
+        )
     return Batching(words=f"{words}; {reached}; this {moved}", bound=bound)
 
 
