@@ -27,8 +27,7 @@ from treering import metrics
 from treering.report.run_data import number
 
 if TYPE_CHECKING:
-    # These import torch.
-    from treering.train.loop.saved_run import Saved
+    # It imports torch.
     from treering.train.progress import Phase
 
 PART_EVERY_S = 30.0
@@ -42,7 +41,6 @@ NUM_PLAIN_LINES = 10
 
 _LOOK_EVERY_S = 1.0
 _UNITS = {"starting": "processes", "sampling": "rollouts", "scoring": "tokens", "training": "tokens"}
-_BYTES = ("kB", "MB", "GB", "TB")
 
 
 class PlainConsole(Console):
@@ -238,27 +236,6 @@ def step_figures(row: Mapping[str, Any]) -> list[str]:
     return [first, *(words.format(value) for words, value in parts.items() if value is not None)]
 
 
-class SavingNote:
-    """Prints once what saving costs; an `on_saved` of `run_steps`.
-
-    Example: after the first checkpoint `saving takes 0.4 s (35 MB), every 10 min 0 s`.
-    """
-
-    def __init__(self, console: Console) -> None:
-        """`console` writes to stderr."""
-        self._console = console
-        self._is_printed = False
-
-    def __call__(self, saved: "Saved") -> None:
-        """Print the line at the first checkpoint."""
-        if self._is_printed:
-            return
-        self._is_printed = True
-        often = "" if saved.wait_s is None else f", every {duration(saved.wait_s)}"
-        line = f"saving takes {saved.seconds:.1f} s ({bytes_in_words(saved.num_bytes)}){often}"
-        self._console.print(line, soft_wrap=True)
-
-
 class WorkProgress:
     """Progress of a computation, with the remaining time if the finished share is known; use it in `with`.
 
@@ -361,11 +338,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def bytes_in_words(num_bytes: int) -> str:
-    """Write a size with two or three digits. Example: 35,200,000 is "35 MB", and 1,460 is "1.5 kB"."""
-    size, unit = num_bytes / 1000, 0
-    while size >= 1000 and unit < len(_BYTES) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.1f} {_BYTES[unit]}" if size < 10 else f"{size:.0f} {_BYTES[unit]}"

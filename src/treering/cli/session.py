@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.display import RunDisplay, SavingNote
+from treering.cli.display import RunDisplay
 from treering.cli.hub import find_model, is_hub_id, search_folders
 from treering.cli.model_card import model_card
 from treering.cli.ranks import is_first, joined
@@ -467,7 +467,6 @@ class TrainingRun(Generic[ReportT]):
             on_step=on_step,
             evaluation=self.evaluation,
             interruption=self.interruption,
-            on_saved=SavingNote(self.console),
         )
 
     def summary_of(self, reports: Sequence[ReportT]) -> dict[str, Any]:

@@ -98,23 +98,6 @@ MAX_SHARE = 0.05
 """Upper bound on the share of a run that saving by time takes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A checkpoint and its cost.
-
-    Attributes:
-        step: step after which it was saved.
-        seconds: time to save it.
-        num_bytes: size on disk.
-        wait_s: time until the next one is due, if saving goes by time; None if it goes by steps.
-    """
-
-    step: int
-    seconds: float
-    num_bytes: int
-    wait_s: float | None
-
-
 class Saver(Generic[ReportT]):
     """Runner of a loop's steps that saves the loop when a save is due or a signal ends the run.
 
@@ -127,14 +110,12 @@ class Saver(Generic[ReportT]):
         checkpoints: CheckpointStore,
         every: int | timedelta | None,
         interruption: Interruption | None,
-        on_saved: Callable[[Saved], None] | None,
     ) -> None:
         """Start with the loop in the state of its newest checkpoint; for arguments, see `run_steps`."""
         self._loop = loop
         self._checkpoints = checkpoints
         self._every = every
         self._interruption = interruption
-        self._on_saved = on_saved
         self._step = loop.num_steps_done
         self._ended_s = time.monotonic()
         self._seconds = 0.0
@@ -183,24 +164,18 @@ class Saver(Generic[ReportT]):
     def save(self) -> None:
         """Save the loop."""
         began_s = time.monotonic()
-        folder = self._checkpoints.save(self._loop)
+        self._checkpoints.save(self._loop)
         self._ended_s = time.monotonic()
         self._seconds, self._step = self._ended_s - began_s, self._loop.num_steps_done
-        if self._on_saved is not None:
-            wait_s = self._wait_s(self._every) if isinstance(self._every, timedelta) else None
-            num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            self._on_saved(Saved(step=self._step, seconds=self._seconds, num_bytes=num_bytes, wait_s=wait_s))
 
     def is_due(self) -> bool:
         """Return whether `every` says that a save is due."""
         if not isinstance(self._every, timedelta):
             return self._every is not None and self._loop.num_steps_done % self._every == 0
-        is_due = time.monotonic() >= self._ended_s + self._wait_s(self._every)
+        wait_s = max(self._every.total_seconds(), self._seconds * (1.0 / MAX_SHARE - 1.0))
+        is_due = time.monotonic() >= self._ended_s + wait_s
         # All ranks use the clock of the first.
         return bool(self._checkpoints.rank_group.gather(is_due)[0])
-
-    def _wait_s(self, every: timedelta) -> float:
-        return max(every.total_seconds(), self._seconds * (1.0 / MAX_SHARE - 1.0))
 
 
 RUN_FILE = "run.json"
@@ -260,7 +235,6 @@ def run_steps(
     on_step: Callable[[ReportT], Mapping[str, float] | None] | None = None,
     evaluation: Evaluation | None = None,
     interruption: Interruption | None = None,
-    on_saved: Callable[[Saved], None] | None = None,
 ) -> Iterator[ReportT]:
     """Run steps up to `num_steps`; yield each step's report after it has been logged and, if due, saved.
 
@@ -277,14 +251,13 @@ def run_steps(
             no checkpoint is ahead of a log.
         evaluation: measures held-out data; its result before the first step is logged as step 0.
         interruption: request by which a signal ends the run; the loop's `on_progress` must be wrapped by its `checked`.
-        on_saved: called with each checkpoint.
 
     Raises:
         Interrupted: a signal ended the run.
 
     Example: num_steps=5 and save_every=2 save after steps 2, 4 and 5.
     """
-    saver = Saver(loop, checkpoints, save_every, interruption, on_saved)
+    saver = Saver(loop, checkpoints, save_every, interruption)
     left_out: Interrupted | None = None
 
     def measured(step: int) -> dict[str, float]:
