@@ -23,7 +23,7 @@ from treering.cli.demo import (
     warm_start,
     write_config,
 )
-from treering.cli.display import LogConsole
+from treering.cli.display import PlainConsole
 from treering.cli.train import open_training
 from treering.config import RlConfig, load
 from treering.data import read_trajectories
@@ -139,7 +139,7 @@ def test_a_pretrained_model_trains_both_ways_on_sums_in_words(tmp_path: Path, mo
     monkeypatch.setattr(demo, "_REWARD", "def number_alone(prompt, text): return len(text) % 3")
     size = DemoSize(num_prompts=4, prompts_per_step=2, group_size=4, num_epochs=2, max_batch=4)
     (tmp_path / "out").mkdir()
-    report = demo.measure_real(tmp_path / "out", size, seed=0, console=LogConsole(quiet=True))
+    report = demo.measure_real(tmp_path / "out", size, seed=0, console=PlainConsole(quiet=True))
     assert (report.num_steps, report.warm_accuracy, report.first_difference) == (4, None, None)
     assert report.plain.num_sampled == report.treering.num_sampled > 0
     assert report.treering.unique_tokens < report.treering.flat_tokens == report.plain.unique_tokens

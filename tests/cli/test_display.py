@@ -1,30 +1,26 @@
 """Progress of steps, other work and long silences: a bar on a terminal, a line now and then in a log."""
 
 import io
-import time
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.report.folders import row
 from treering import metrics
 from treering.cli import display
 from treering.cli.display import (
-    LogConsole,
     PlainConsole,
     RunDisplay,
     WorkProgress,
     facts_table,
     note_compiling,
-    note_doing,
     step_figures,
 )
 
 
 def test_an_evaluation_is_printed_at_once() -> None:
-    console = Console(file=io.StringIO(), width=100)
+    console = PlainConsole(file=io.StringIO(), width=100)
     with RunDisplay(title="runs/a", num_steps=40, first_step=0, console=console) as shown:
         shown.show_evaluation(3, {"eval/loss": 2.317, "eval/num_tokens": 50})
     assert isinstance(console.file, io.StringIO)
@@ -32,29 +28,29 @@ def test_an_evaluation_is_printed_at_once() -> None:
 
 
 def test_a_terminal_shows_the_step_and_its_figures() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    console = PlainConsole(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     with RunDisplay(title="runs/a", num_steps=40, first_step=0, console=console) as shown:
-        shown.show(row(3))
+        shown.show(3, step_figures(row(3)))
     assert isinstance(console.file, io.StringIO)
     assert "3/40" in console.file.getvalue()
     assert "reward 0.188 tokens/s 90 tokens/forward 4.00 drafts accepted 50%" in console.file.getvalue()
 
 
 def test_figures_are_those_that_a_step_has() -> None:
-    assert step_figures({"step": 2, "rollout/num_sampled": 1, "reward/mean": "nan"}) == ["reward -"]
+    assert step_figures({"step": 2, "rollout/num_sampled": 1, "reward/mean": "nan"}) == "reward -"
     row_of_loss = {"step": 2, "train/loss": 2.0, metrics.TOKENS_PER_S: 7910.0}
-    assert step_figures(row_of_loss) == ["loss 2.000", "tokens/s 7,910"]
+    assert step_figures(row_of_loss) == "loss 2.000 tokens/s 7,910"
 
 
 def shown_of_a_step(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = False, quiet: bool = False) -> str:
     """Return what is shown of a step of 1,000 micro-batches of 50 tokens, one each second, until the step is done."""
     now = 0.0
     monkeypatch.setattr(display.time, "monotonic", lambda: now)
-    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100, color_system=None, quiet=quiet)
+    console = PlainConsole(file=io.StringIO(), force_terminal=is_terminal, width=100, color_system=None, quiet=quiet)
     with RunDisplay(title="runs/a", num_steps=4, first_step=1, console=console) as shown:
         for now in range(1001):
             shown.show_phase("training", 50 * now, 50_000)
-        shown.show({"step": 2, "train/loss": 2.0})
+        shown.show(2, step_figures({"train/loss": 2.0}))
         for now in range(1001, 1031):
             shown.show_phase("training", 50 * (now - 1001), 50_000)
     assert isinstance(console.file, io.StringIO)
@@ -81,7 +77,7 @@ def test_work_off_a_terminal_is_a_line_now_and_then_with_the_time_left(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(display.time, "monotonic", lambda: now)
-    with WorkProgress(Console(stderr=True)) as shown:
+    with WorkProgress(PlainConsole(stderr=True)) as shown:
         for seconds, words, done in (
             (500.0, "a case", None),
             (1000.0, "math", 0.0),
@@ -109,40 +105,13 @@ def test_compiling_is_announced_while_the_cache_has_no_index(
     (tmp_path / "jitted.py").write_text("from numba import njit\n@njit(cache=True)\ndef twice(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     twice = import_module("jitted").twice
-    note_compiling(Console(stderr=True), twice)
+    note_compiling(PlainConsole(stderr=True), twice)
     assert capsys.readouterr().err == (
         "compiling functions with numba, once after installation: twice; this takes some seconds\n"
     )
     assert twice(3) == 6
-    note_compiling(Console(stderr=True), twice)
+    note_compiling(PlainConsole(stderr=True), twice)
     assert capsys.readouterr().err == ""
-
-
-def said(monkeypatch: pytest.MonkeyPatch, every_s: float, *, is_terminal: bool = False) -> list[str]:
-    """Return the lines of a command that is silent while it loads, and then trains."""
-    monkeypatch.setattr(display, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(display, "PART_EVERY_S", every_s)
-    console = LogConsole(file=io.StringIO(), force_terminal=is_terminal, color_system=None)
-    assert isinstance(console.file, io.StringIO)
-    with console.printing_work("loading"):
-        deadline_s = time.monotonic() + (60.0 if every_s < 1 and not is_terminal else 0.1)
-        for doing in ("loading", "training"):
-            note_doing(console, doing)
-            while doing not in console.file.getvalue() and time.monotonic() < deadline_s:
-                time.sleep(0.01)
-    before = console.file.getvalue()
-    time.sleep(0.05)
-    assert console.file.getvalue() == before, "nothing is said after the block"
-    return before.splitlines()
-
-
-def test_what_blocks_is_named_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(dict.fromkeys(said(monkeypatch, 0.0))) == ["loading, 0 s", "training, 0 s"]
-
-
-def test_a_terminal_or_a_command_that_has_just_spoken_needs_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(monkeypatch, 0.0, is_terminal=True) == []
-    assert said(monkeypatch, 60.0) == []
 
 
 @pytest.mark.parametrize("text", ["pip install 'treering[train]'", "runs/:key:", "a :bug: in [bold]x[/bold]", "[/]"])

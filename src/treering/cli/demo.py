@@ -21,7 +21,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.display import LogConsole, PlainConsole, RunDisplay, note_compiling, note_doing, warnings_as_lines
+from treering.cli.display import PlainConsole, RunDisplay, note_compiling, step_figures, warnings_as_lines
 from treering.cli.fetch import SMOLLM2, fetched
 from treering.cli.models import build_model
 from treering.cli.run_folder import locked
@@ -185,9 +185,9 @@ def run(out: Path | None, seed: int, json_output: bool, *, real: bool = False) -
         StateError: another process uses `out`, or it is not writable.
     """
     out = _free_folder() if out is None else out
-    console = LogConsole()
+    console = PlainConsole(stderr=True)
     advice = f"the demo starts over in another folder; treering train {out}/treering.toml continues one run"
-    with advising(advice), locked(out), warnings_as_lines(console), console.printing_work("preparing"):
+    with advising(advice), locked(out), warnings_as_lines(console):
         if any(path.name != LOCK_FILE for path in out.iterdir()):
             raise InputError(f"--out needs a new or empty folder, but {out} holds files; name another")
         report = (
@@ -202,8 +202,7 @@ def run(out: Path | None, seed: int, json_output: bool, *, real: bool = False) -
     console.print(
         f"everything is in {out}: configuration, metrics, checkpoints and every epoch's rollouts of both runs\n"
         f"look at both on one page: treering report {out} --open\n"
-        f"continue either run: treering train {out}/treering.toml rl.num_epochs={report.size.num_epochs + 2}",
-        soft_wrap=True,
+        f"continue either run: treering train {out}/treering.toml rl.num_epochs={report.size.num_epochs + 2}"
     )
 
 
@@ -215,14 +214,13 @@ def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: f
     return _measure_from(start, out, size, seed=seed, console=console)
 
 
-def measure_real(out: Path, size: DemoSize, *, seed: int, console: LogConsole) -> DemoReport:
+def measure_real(out: Path, size: DemoSize, *, seed: int, console: Console) -> DemoReport:
     """Measure with the model that `treering fetch smollm2` fetches, on sums as text."""
     transformers_logging.disable_progress_bar()
     start = write_real_task(out, fetched(SMOLLM2, console), size, seed=seed)
     console.print(
         f"both loops from {start.folder}: {size.num_epochs} epochs over {size.num_prompts} sums in words, "
-        f"{size.prompts_per_step} x {size.group_size} rollouts a step; about a quarter of an hour on two cores",
-        soft_wrap=True,
+        f"{size.prompts_per_step} x {size.group_size} rollouts a step; about a quarter of an hour on two cores"
     )
     return _measure_from(start, out, size, seed=seed, console=console)
 
@@ -238,14 +236,13 @@ def _measure_from(start: DemoStart, out: Path, size: DemoSize, *, seed: int, con
 
 def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float) -> DemoStart:
     task = demo_task(size.num_prompts)
-    note_doing(console, "warm start")
     note_compiling(console, fill_forest, propose)
-    console.print(f"warm start on solved sums until {enough:.0%} of other sums are right", soft_wrap=True)
+    console.print(f"warm start on solved sums until {enough:.0%} of other sums are right")
     title = "warm start"
     with RunDisplay(title=title, num_steps=MAX_STEPS, first_step=0, console=console, unit=title) as display:
 
         def show(step: int, accuracy: float) -> None:
-            display.show_step(step, f"accuracy {accuracy:.2f}, target {enough}")
+            display.show(step, f"accuracy {accuracy:.2f}, target {enough}")
 
         start = warm_start(task, seed=seed, enough=enough, on_step=show)
     num_bytes = num_tensor_bytes(start.model.state_dict())
@@ -253,8 +250,7 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
         start.model.save_pretrained(out / START_FOLDER)
     console.print(
         f"{start.model.num_parameters():,} parameters, {start.num_steps} steps, {start.accuracy:.2f} right; now both "
-        f"loops from here: {size.num_epochs} epochs, {size.prompts_per_step} x {size.group_size} rollouts a step",
-        soft_wrap=True,
+        f"loops from here: {size.num_epochs} epochs, {size.prompts_per_step} x {size.group_size} rollouts a step"
     )
     return DemoStart(
         folder=out / START_FOLDER,
@@ -268,7 +264,7 @@ def _show(display: RunDisplay, compared: Comparison) -> None:
     plain, ours = compared.reports["plain"], compared.reports["treering"]
     ratio = sum(each.phases.step_s for each in plain) / sum(each.phases.step_s for each in ours)
     note = f"{ratio:.2f}x as fast as the plain loop, which runs its own step in turn"
-    display.show({"step": ours[-1].step, **ours[-1].values()}, note=note)
+    display.show(ours[-1].step, f"{step_figures(ours[-1].values())} {note}")
 
 
 def _free_folder() -> Path:

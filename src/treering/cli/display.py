@@ -1,7 +1,5 @@
 """Show a running command to a person: a bar with the newest figures on a terminal, plain lines elsewhere."""
 
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,15 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -31,7 +21,7 @@ if TYPE_CHECKING:
     from treering.train.progress import Phase
 
 PART_EVERY_S = 30.0
-"""If stderr is not a terminal, a running command prints a line after this many seconds without one."""
+"""If stderr is not a terminal, a running step prints a line after this many seconds without one."""
 
 LINE_EVERY_S = 120.0
 """If stderr is not a terminal, `WorkProgress` prints at most one line per this many seconds."""
@@ -39,70 +29,18 @@ LINE_EVERY_S = 120.0
 NUM_PLAIN_LINES = 10
 """Most step lines per run if stderr is not a terminal."""
 
-_LOOK_EVERY_S = 1.0
 _UNITS = {"starting": "processes", "sampling": "rollouts", "scoring": "tokens", "training": "tokens"}
 
 
 class PlainConsole(Console):
-    """Console that prints text as it is: "[train]" is not markup and ":key:" no emoji; styles come as `Text`.
+    """Console that prints text as it is: "[train]" is not markup and ":key:" no emoji; lines of text are not broken.
 
     Example: `PlainConsole().print("pip install 'x[train]'")` keeps the brackets.
     """
 
     def __init__(self, **options: Any) -> None:
         """Pass on rich's options."""
-        super().__init__(markup=False, emoji=False, **options)
-
-
-class LogConsole(PlainConsole):
-    """Console that, off a terminal, names the current work once nothing has been printed for a while.
-
-    Example: `with console.printing_work("loading the model"): build_model()` prints "loading the model, 30 s" after
-    half a minute, and "loading the model, 1 min 0 s" after another.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        """Write to stderr; `options` are rich's."""
-        super().__init__(stderr=True, highlight=False, **options)
-        self._printed_s = time.monotonic()
-        self._doing, self._since_s = "", self._printed_s
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does."""
-        self._printed_s = time.monotonic()
-        super().print(*objects, **options)
-
-    def note(self, doing: str) -> None:
-        """Set the current work."""
-        self._doing, self._since_s = doing, time.monotonic()
-
-    @contextmanager
-    def printing_work(self, doing: str) -> Iterator[None]:
-        """Print the current work, at first `doing`, after every `PART_EVERY_S` without a line in the block."""
-        self.note(doing)
-        if self.is_terminal:
-            yield
-            return
-        has_ended = threading.Event()
-        thread = threading.Thread(target=self._print_work, args=(has_ended,), name="treering-log", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            thread.join()
-
-    def _print_work(self, has_ended: threading.Event) -> None:
-        while not has_ended.wait(_LOOK_EVERY_S):
-            now = time.monotonic()
-            if now >= self._printed_s + PART_EVERY_S:
-                self.print(f"{self._doing}, {duration(now - self._since_s)}", soft_wrap=True)
-
-
-def note_doing(console: Console, doing: str) -> None:
-    """Set the current work of a `LogConsole`."""
-    if isinstance(console, LogConsole):
-        console.note(doing)
+        super().__init__(markup=False, emoji=False, highlight=False, soft_wrap=True, **options)
 
 
 def note_compiling(console: Console, *functions: Any) -> None:
@@ -118,7 +56,7 @@ def note_compiling(console: Console, *functions: Any) -> None:
     if not all(map(is_compiled, functions)):
         names = ", ".join(function.__name__ for function in functions if not is_compiled(function))
         line = f"compiling functions with numba, once after installation: {names}; this takes some seconds"
-        console.print(line, soft_wrap=True)
+        console.print(line)
 
 
 @contextmanager
@@ -128,7 +66,7 @@ def warnings_as_lines(console: Console) -> Iterator[None]:
     Example: a history on a full disk prints "warning: history could not be written to ...".
     """
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}", soft_wrap=True)
+        warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}")
         yield
 
 
@@ -138,7 +76,7 @@ class RunDisplay:
     Off a terminal it prints a line for each tenth of the steps, and more often where they take long.
 
     Example: `with RunDisplay(title="runs/a", num_steps=60, first_step=0, console=console) as display:
-    display.show({"step": 1, **report.values()})` moves the bar, or prints `step 1/60 loss 4.211 tokens/s 7,910
+    display.show(1, step_figures(report.values()))` moves the bar, or prints `step 1/60 loss 4.211 tokens/s 7,910
     sharing 0.26`.
     """
 
@@ -154,21 +92,10 @@ class RunDisplay:
         self._task = self._bar.add_task(title, total=num_steps, completed=first_step)
         self._below = Text()
         self._live = Live(Group(self._bar, self._below), console=console, transient=True, refresh_per_second=4)
-        self._note()
 
-    def show(self, row: Mapping[str, Any], *, note: str = "") -> None:
-        """Show one more step.
-
-        Args:
-            row: metrics of the step, with "step".
-            note: text after the figures.
-        """
-        self.show_step(row["step"], " ".join([*step_figures(row), *([note] if note else [])]))
-
-    def show_step(self, step: int, text: str) -> None:
+    def show(self, step: int, text: str) -> None:
         """Show that `step` is done, with the caller's text."""
         self._num_done = step
-        self._note()
         self._bar.update(self._task, completed=step)
         self._below.plain = text
         is_due = step % self._every == 0 or step == self._num_steps
@@ -211,18 +138,15 @@ class RunDisplay:
         if self._console.is_terminal:
             self._live.stop()
 
-    def _note(self) -> None:
-        note_doing(self._console, f"{self._unit} {self._num_done + 1}/{self._num_steps}")
-
     def _print(self, line: str) -> None:
         self._last_line = time.monotonic()
-        self._console.print(line, soft_wrap=True)
+        self._console.print(line)
 
 
-def step_figures(row: Mapping[str, Any]) -> list[str]:
+def step_figures(row: Mapping[str, Any]) -> str:
     """Format the score, speeds, drafts and sharing of a step, as far as its metrics have them.
 
-    Example: ["reward 0.188", "tokens/s 90", "tokens/forward 4.00", "drafts accepted 50%"].
+    Example: "reward 0.188 tokens/s 90 tokens/forward 4.00 drafts accepted 50%".
     """
     values = {name: value for name in row if (value := number(row[name])) is not None}
     score, name = ("reward", metrics.REWARD_MEAN) if metrics.NUM_SAMPLED in row else ("loss", metrics.LOSS)
@@ -233,7 +157,7 @@ def step_figures(row: Mapping[str, Any]) -> list[str]:
         "sharing {:.2f}": values.get(metrics.SHARING),
     }
     first = f"{score} {values[name]:.3f}" if name in values else f"{score} -"
-    return [first, *(words.format(value) for words, value in parts.items() if value is not None)]
+    return " ".join([first, *(words.format(value) for words, value in parts.items() if value is not None)])
 
 
 class WorkProgress:
@@ -247,38 +171,34 @@ class WorkProgress:
 
     def __init__(self, console: Console) -> None:
         """`console` writes to stderr."""
-        self.console, self._is_live = console, sys.stderr.isatty()
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        self._live = Progress(*columns, console=console, transient=True, disable=not self._is_live)
-        self._job = self._live.add_task("preparing", total=None)
-        self._first: tuple[float, float] | None = None
-        self._reading: tuple[str, int, float] | None = None
+        self.console, self._status = console, console.status("preparing")
+        self._began: tuple[float, float] | None = None
+        self._done = 0.0
         self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._live.start()
+        if self.console.is_terminal:
+            self._status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Do not stop a display that never started: earlier versions of rich would print an empty line.
-        if self._is_live:
-            self._live.stop()
+        self._status.stop()
 
     def show(self, words: str, done: float | None = None) -> None:
-        """Show the words; `done` is the finished share between 0 and 1, None if unknown."""
+        """Show the words; `done` is the finished share between 0 and 1, None if unknown; a smaller one begins anew."""
         now = time.monotonic()
         text = words if done is None else f"{words}, {done:.0%}{self._left(done, now)}"
-        self._live.update(self._job, description=text)
-        if not self._is_live and done is not None and now - self._last_line >= LINE_EVERY_S:
+        self._status.update(Text(text))
+        if not self.console.is_terminal and done is not None and now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
-            self.console.print(text, soft_wrap=True)
+            self.console.print(text)
 
     def counting(self, words: str, total: int) -> Callable[[int], None]:
         """Return a function that counts further parts of `total` as done, and shows the words with the share.
 
         Example: after `count = progress.counting("drafting", 400)` and `count(100)` it shows `drafting, 25 %`.
         """
-        self._first, num_done = None, 0
+        num_done = 0
 
         def count(number: int) -> None:
             nonlocal num_done
@@ -288,19 +208,11 @@ class WorkProgress:
         self.show(words)
         return count
 
-    def show_reading(self, name: str, num_records: int, num_read: int, num_bytes: int) -> None:
-        """Show how much of a file has been read and tokenized, and how fast; `show` adds the time left."""
-        now = time.monotonic()
-        if self._reading is None or self._reading[0] != name:
-            self._reading, self._first = (name, num_read, now), None
-        _, first_read, since = self._reading
-        speed = (num_read - first_read) / 1e6 / max(now - since, 1e-6)
-        words = f"{name}: {num_records:,} records read and tokenized, {num_read / 1e6:,.0f} MB, {speed:.1f} MB/s"
-        self.show(words, min(num_read / max(num_bytes, 1), 1.0))
-
     def _left(self, done: float, now: float) -> str:
-        # The speed is measured from the first known share on.
-        first_done, since = self._first = self._first or (done, now)
+        # The speed is measured from the first known share of this work on.
+        if self._began is None or done < self._done:
+            self._began = done, now
+        self._done, (first_done, since) = done, self._began
         if done <= first_done:
             return ""
         seconds = (now - since) / (done - first_done) * (1.0 - done)

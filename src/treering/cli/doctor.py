@@ -172,7 +172,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
     _print_machine(report["machine"], console)
     if "backends" not in report:
         words = f"attention: not checked, because torch is missing: {install_hint('train')}"
-        console.print(words, soft_wrap=True)
+        console.print(words)
         return
     table = _table("Attention backends, compared with the reference", *("device", "dtype", "backend", ""))
     for column in ("error", "limit", ""):
@@ -185,15 +185,15 @@ def _print(report: dict[str, Any], console: Console) -> None:
         table.add_row(row["device"], row["dtype"], row["backend"], verdicts[row["has_passed"]], *numbers, words)
     console.print(table)
     for choice in report["choices"]:
-        console.print(f"{choice['device']} in {choice['dtype']}: attention {choice['attention']}", soft_wrap=True)
+        console.print(f"{choice['device']} in {choice['dtype']}: attention {choice['attention']}")
     if "run" in report:
         table = _table("Run folder", "file", "", "holds")
         for file in report["run"]["files"]:
             verdict = "whole" if file["damage"] is None else Text("damaged", "red")
             table.add_row(file["name"], verdict, file["damage"] or file["words"])
         console.print(table)
-        console.print(f"next start: {report['run']['resume']}", soft_wrap=True)
-        console.print(f"train-inference mismatch: {report['mismatch']['words']}", soft_wrap=True)
+        console.print(f"next start: {report['run']['resume']}")
+        console.print(f"train-inference mismatch: {report['mismatch']['words']}")
 
 
 def _print_machine(machine: dict[str, Any], console: Console) -> None:

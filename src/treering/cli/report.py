@@ -49,7 +49,7 @@ def run(
         StateError: a file cannot be written.
     """
     folder, *others = folders
-    console = PlainConsole(stderr=True, highlight=False)
+    console = PlainConsole(stderr=True)
     note_compiling(console, propose)
     if rollouts is not None and others:
         raise ConfigError(f"--rollouts writes the rollouts of one run, got {len(folders)} runs; name one")
@@ -61,7 +61,7 @@ def run(
     content = page_content(folder, find_text, others=others)
     if rollouts is not None:
         num_rollouts = write_parquet(folder, rollouts)
-        console.print(f"{plural(num_rollouts, 'rollout is', 'rollouts are')} in {rollouts}", soft_wrap=True)
+        console.print(f"{plural(num_rollouts, 'rollout is', 'rollouts are')} in {rollouts}")
     if json_output:
         print(json.dumps(content, allow_nan=False))
     if json_output and out is None:

@@ -145,7 +145,7 @@ def run(options: EvalArguments) -> None:
     transformers_logging.disable_progress_bar()
     with only_results_on_stdout() as results:
         weights, config = find_target(options)
-        console = PlainConsole(stderr=True, highlight=False)
+        console = PlainConsole(stderr=True)
         with warnings_as_lines(console), WorkProgress(console) as progress, ExitStack() as stack:
             measure = _measure(weights, config, stack)
             values = dict(measure(lambda phase, done, planned: progress.show(f"{phase} {done:,} of {planned:,}")))

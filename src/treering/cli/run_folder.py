@@ -101,7 +101,7 @@ def warnings_on_console(console: Console) -> Iterator[None]:
         warnings.simplefilter("always", UserWarning)
         yield
     for warning in caught:
-        console.print(f"warning: {warning.message}", soft_wrap=True)
+        console.print(f"warning: {warning.message}")
 
 
 def open_sinks(config: MetricsConfig, folder: Path, opened: Opened, settings: Mapping[str, Any]) -> list[Sink]:

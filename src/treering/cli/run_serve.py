@@ -39,9 +39,9 @@ def run(options: ServeOptions) -> None:
         ConfigError, InputError, StateError, UnsupportedError: bad options, weights or history.
     """
     transformers_logging.disable_progress_bar()
-    console = PlainConsole(stderr=True, highlight=False)
+    console = PlainConsole(stderr=True)
     with opened(options) as server:
-        console.print(f"serving {server.model} at {server.url} (Ctrl-C ends)", soft_wrap=True)
+        console.print(f"serving {server.model} at {server.url} (Ctrl-C ends)")
         threading.Event().wait()
 
 
@@ -112,7 +112,7 @@ def _training(
             stop_tokens=tuple(stop.token_id for stop in stops),
             tokenizer=str(weights.resolve()) if texts is not None else None,
             shares=options.sharing == "on",
-            log=lambda line: PlainConsole(stderr=True, highlight=False).print(line, soft_wrap=True),
+            log=lambda line: PlainConsole(stderr=True).print(line),
         ),
         host,
     )

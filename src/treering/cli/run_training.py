@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from treering.cli.display import LogConsole, PlainConsole, warnings_as_lines
+from treering.cli.display import PlainConsole, warnings_as_lines
 from treering.cli.ranks import is_first, num_started
 from treering.cli.signals import advising
 from treering.cli.user_messages import only_results_on_stdout
@@ -65,8 +65,9 @@ def _run(run: RunConfig, json_output: bool, train: Callable[[Console], tuple[Any
         return f"the same command {'resumes' if has_started else 'begins'} the run in {run.dir}"
 
     with advising(how_to_go_on), only_results_on_stdout() as results:
-        console = LogConsole(quiet=not is_first())
-        with console.printing_work("importing torch and transformers"), warnings_as_lines(console):
+        console = PlainConsole(stderr=True, quiet=not is_first())
+        console.print("importing torch and transformers")
+        with warnings_as_lines(console):
             summary, table = train(console)
         if json_output and is_first():
             print(json.dumps(asdict(summary), indent=2), file=results, flush=True)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.display import RunDisplay
+from treering.cli.display import RunDisplay, step_figures
 from treering.cli.hub import find_model, is_hub_id, search_folders
 from treering.cli.model_card import model_card
 from treering.cli.ranks import is_first, joined
@@ -412,7 +412,7 @@ class TrainingRun(Generic[ReportT]):
         """Print the lines that are not None."""
         for line in lines:
             if line is not None:
-                self.console.print(line, soft_wrap=True)
+                self.console.print(line)
 
     def announce(self, length: RunLength, model: PreTrainedModel, what: str, num_ranks: int) -> None:
         """Note the start in the run's folder; print what is trained, where, and how far the run is.
@@ -497,7 +497,7 @@ class TrainingRun(Generic[ReportT]):
                 self.evaluation.on_measured = display.show_evaluation
             for report in self.steps:
                 self.print_lines(*notes_of(report))
-                display.show({"step": report.step, **report.values()})
+                display.show(report.step, step_figures(report.values()))
                 reports.append(report)
         return reports
 

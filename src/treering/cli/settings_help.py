@@ -173,7 +173,7 @@ class SettingsCommand(TyperCommand):
         configs: list[type[Config]] = [SftConfig, RlConfig]
         own, other = configs if self.name == "sft" else reversed(configs)
         alone, shared = split_by_sharing(sections_of(own), sections_of(other))
-        console = PlainConsole(highlight=False)
+        console = PlainConsole()
         console.print(_HEAD)
         for section in alone:
             console.print(_section(section))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.data_files import show_build
-from treering.cli.display import WorkProgress, facts_table, note_compiling, note_doing
+from treering.cli.display import WorkProgress, facts_table, note_compiling
 from treering.cli.hub import find_model
 from treering.cli.models import build_model, find_teacher, tokenizer_note
 from treering.cli.session import (
@@ -226,13 +226,13 @@ def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummar
 
 def _train(config: SftConfig, config_dir: Path, console: Console, rank_group: RankGroup) -> SftSummary:
     folder = find_model(config.model, config_dir)
-    note_doing(console, "reading the data")
+    console.print("reading the data")
     with WorkProgress(console) as reading:
         corpus = load_corpus(config.data, config_dir=config_dir, model=folder, on_build=partial(show_build, reading))
     corpus, held = split_corpus(config, corpus, config_dir=config_dir, model=folder)
     config = with_step_size(config, len(corpus.tasks), rank_group.size)
     length = RunLength(config=config, num_tasks=len(corpus.tasks))
-    note_doing(console, "loading the model")
+    console.print("loading the model")
     model = build_model(
         config.model,
         num_ids=corpus.num_ids,
@@ -242,7 +242,7 @@ def _train(config: SftConfig, config_dir: Path, console: Console, rank_group: Ra
         takes_images=corpus.has_images or (held is not None and held.has_images),
     )
     doubt = tokenizer_note(model, folder, corpus.tokenizer)
-    note_doing(console, "preparing the first step")
+    console.print("preparing the first step")
     note_compiling(console, fill_forest)
     # The identity needs the weights before they are sharded.
     checkpoints = checkpoint_store(config, model, identity(config, corpus, model), corpus, rank_group)

@@ -1,7 +1,6 @@
 """Run `treering simulate`: every scheduling policy on every case, in virtual time."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
@@ -77,7 +76,7 @@ def run(options: "SimulateOptions") -> None:
     )
     about_rehearsals = [] if options.rehearse is None else [answer_of_rehearsals(rows, options.rehearse)]
     for sentence in (answer(rows), *about_rehearsals, bound, about_predictions(trace)):
-        console.print(sentence, highlight=False, soft_wrap=not sys.stdout.isatty())
+        console.print(sentence)
 
 
 def make_cases(options: "SimulateOptions") -> list[Case]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.display import note_compiling, note_doing
+from treering.cli.display import note_compiling
 from treering.cli.hub import find_model
 from treering.cli.models import build_model, find_teacher, tokenizer_note
 from treering.cli.run_folder import WARMUP_FOLDER, warnings_on_console
@@ -287,17 +287,17 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
     """
     with join_run(config.run.dir) as rank_group, ExitStack() as stack:
         config = broadcast_config(config, config_dir, rank_group)
-        note_doing(console, "reading the task")
+        console.print("reading the task")
         source, held = load_trained(config, config_dir), load_held_out(config, config_dir)
         if held is not None:
             source = replace(source, notes=(*source.notes, *held_out_notes(held, source)))
             stack.callback(held.close)
         stack.callback(source.close)
         source.try_reward(config.runtime.reward_time_limit_s)
-        note_doing(console, "loading the model")
+        console.print("loading the model")
         model = make_model(config, config_dir, source)
         doubt = tokenizer_note(model, find_model(config.model, config_dir), source.tokenizer)
-        note_doing(console, "preparing the first step")
+        console.print("preparing the first step")
         note_compiling(console, fill_forest, propose)
         length = RunLength(config=config, num_tasks=len(source.task.prompts))
         # The identity needs the weights before they are sharded.

@@ -137,7 +137,7 @@ def inspect_drafts(options: InspectOptions) -> DraftsReport:
             weights, limit = np.ones_like(recorded.lengths), options.max_rollouts
         replayed = rollouts.record(some_prompts(recorded, weights=weights, limit=limit))
         for note in () if run is None else run.notes:
-            progress.console.print(note, soft_wrap=True)
+            progress.console.print(note)
         config = {} if run is None else run.config
         settings = {} if run is None else drafter_settings(config)
         if options.verify_cost is not None:
@@ -195,7 +195,7 @@ def read_rollouts(options: InspectOptions, progress: WorkProgress) -> RolloutOut
         datasets.append(read_file(file, renderer, read, keeps_cache=not options.no_cache and not is_own))
         count(1)
     if form := next((dataset.facts.form for dataset in datasets if dataset.facts.form), None):
-        progress.console.print(form, soft_wrap=True)
+        progress.console.print(form)
     rows = [row for dataset in datasets for row in _sampled(dataset)]
     in_file_order = any(row.epoch is None for row in rows)
     return RolloutOutline(
@@ -268,12 +268,12 @@ def as_json(report: DraftsReport) -> str:
 def show(report: DraftsReport, console: Console) -> None:
     """Print the tables, and the assumption behind the speedup."""
     for line in _head(report):
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(line)
     console.print(_source_table(report))
     if report.order == "epochs" and len(report.epochs) > 1:
         console.print(_epoch_table(report))
     for line in _foot(report):
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(line)
 
 
 def _head(report: DraftsReport) -> Iterable[str]:

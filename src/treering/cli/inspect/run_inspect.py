@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -55,7 +54,7 @@ def run(options: InspectOptions) -> None:
     if options.json_output:
         print(json.dumps({"files": [asdict(report) for report in reports]}, indent=2, allow_nan=False))
         return
-    console = PlainConsole(highlight=False)
+    console = PlainConsole()
     details = detail_tables(reports, shape) if options.more else []
     causes = [as_table(stem_of(report), report.unique_tokens, report.why) for report in reports if report.why]
     for table in [summary_table(reports), *details, *causes]:
@@ -65,7 +64,7 @@ def run(options: InspectOptions) -> None:
     verdicts = [line for report in reports for line in (training_line(report), verdict(report, shape))]
     routes = [routes_line(report) for report in reports if report.unique_tokens_without_routes is not None]
     for line in [*verdicts, *images, *routes, f"Next: {following}"]:
-        console.print(line, soft_wrap=not sys.stdout.isatty() or line.startswith("Next"))
+        console.print(line)
 
 
 def open_files(options: InspectOptions, progress: WorkProgress) -> Iterator[TokenDataset]:
@@ -84,10 +83,10 @@ def open_files(options: InspectOptions, progress: WorkProgress) -> Iterator[Toke
             on_progress=partial(show_build, progress, path.name),
         )
         if dataset.facts.form and not is_noted:
-            progress.console.print(dataset.facts.form, soft_wrap=True)
+            progress.console.print(dataset.facts.form)
             is_noted = True
         for note in dataset.facts.notes:
-            progress.console.print(f"{path.name}: {note}", soft_wrap=True)
+            progress.console.print(f"{path.name}: {note}")
         yield dataset
 
 

@@ -251,7 +251,7 @@ def run(options: InspectOptions) -> None:
     elif page is not None:
         print(page)
     else:
-        show(shown, PlainConsole(highlight=False))
+        show(shown, PlainConsole())
 
 
 def show(shown: Sequence[ShownTrajectory], console: Console) -> None:
@@ -259,11 +259,11 @@ def show(shown: Sequence[ShownTrajectory], console: Console) -> None:
     has_colours = console.color_system is not None and not console.no_color
     trained = Text("trained", _STYLES["trained"]) if has_colours else Text(f"{OPEN}trained{CLOSE}")
     rest = [(name, _STYLES[name]) for name in ("context", "special")] if has_colours else ["context"]
-    console.print(Text(", ").join([trained, *(Text.assemble(one) for one in rest)]), soft_wrap=True)
+    console.print(Text(", ").join([trained, *(Text.assemble(one) for one in rest)]))
     for one in shown:
         console.print()
-        console.print(Text(heading(one), "bold underline"), soft_wrap=True)
-        console.print(as_text(one, has_colours=has_colours), soft_wrap=True)
+        console.print(Text(heading(one), "bold underline"))
+        console.print(as_text(one, has_colours=has_colours))
 
 
 def heading(one: ShownTrajectory) -> str:
