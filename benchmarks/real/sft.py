@@ -129,15 +129,15 @@ def trained_run(
     file = data / f"{run.name}.toml"
     file.write_text("".join(section(key, [pair(*each) for each in sections[key].items()]) for key in sections))
     with processor_time() as seconds:
-        summary = train(load(SftConfig, file), config_dir=data, console=PlainConsole(quiet=True))
+        summary, _ = train(load(SftConfig, file), config_dir=data, console=PlainConsole(quiet=True))
     rows = read_run(run).rows
     return {
         "losses": [row[metrics.LOSS] for row in rows if metrics.LOSS in row],
         "held_out_loss": [row[metrics.EVAL_LOSS] for row in rows if metrics.EVAL_LOSS in row],
-        "flat_tokens": summary.flat_tokens,
-        "computed_tokens": summary.unique_tokens,
+        "flat_tokens": summary["flat_tokens"],
+        "computed_tokens": summary["unique_tokens"],
         "processor_s": sum(seconds),
-        "checkpoint": summary.checkpoint,
+        "checkpoint": summary["checkpoint"],
     }
 
 

@@ -116,7 +116,7 @@ DEFERS = """
 
     run = Run()
     try:
-        with signals.deferred_to(run, lambda line: print(line, flush=True)):
+        with signals.deferred_to(run.request, lambda line: print(line, flush=True)):
             ready()
             while not run.is_requested:
                 time.sleep(0.01)

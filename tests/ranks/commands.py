@@ -26,7 +26,6 @@ def torchrun(*arguments: str, folder: Path | None = None, **variables: str) -> s
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
-def weights_of(summary: Any) -> dict[str, torch.Tensor]:
+def weights_of(summary: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights of a summary's last checkpoint, as `AutoModelForCausalLM` loads them."""
-    checkpoint = summary["checkpoint"] if isinstance(summary, dict) else summary.checkpoint
-    return dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict())
+    return dict(AutoModelForCausalLM.from_pretrained(summary["checkpoint"], dtype=torch.float32).state_dict())

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.ranks.commands import treering, weights_of
 from treering.cli.run_training import run_train
 from treering.cli.train import train
-from treering.cli.train_report import TrainSummary
 from treering.config import RlConfig, load
 from treering.data import read_trajectories
 from treering.errors import ConfigError
@@ -97,14 +96,14 @@ def of_two(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def of_one(folder: Path) -> TrainSummary:
+def of_one(folder: Path) -> dict[str, Any]:
     """The run of one process in `one`."""
     return alone(folder, f"run.dir={folder / 'one'}")
 
 
-def alone(folder: Path, *overrides: str, file: str = "run.toml") -> TrainSummary:
+def alone(folder: Path, *overrides: str, file: str = "run.toml") -> dict[str, Any]:
     config = load(RlConfig, folder / file, list(overrides))
-    return train(config, config_dir=folder, console=Console(quiet=True))
+    return train(config, config_dir=folder, console=Console(quiet=True))[0]
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -126,7 +125,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 @pytest.mark.ranks
 def test_two_ranks_write_the_run_of_one(
-    folder: Path, of_two: subprocess.CompletedProcess[str], of_one: TrainSummary
+    folder: Path, of_two: subprocess.CompletedProcess[str], of_one: dict[str, Any]
 ) -> None:
     assert of_two.returncode == 0, of_two.stderr[-2000:]
     # One object, and one line a step, although two processes ran.
@@ -138,19 +137,19 @@ def test_two_ranks_write_the_run_of_one(
         [row.get(name) for name in names] for row in rows(folder / "one")
     ]
     assert rollouts(folder / "two") == rollouts(folder / "one")
-    assert summary["total"]["num_updates"] == of_one.total.num_updates > 0
-    assert summary["total"]["num_rollouts"] == of_one.total.num_rollouts == 40
+    assert summary["total"]["num_updates"] == of_one["total"]["num_updates"] > 0
+    assert summary["total"]["num_rollouts"] == of_one["total"]["num_rollouts"] == 40
     assert (Path(summary["checkpoint"]) / "tokenizer.json").is_file()
     assert_close(summary, of_one)
 
 
 @pytest.mark.ranks
 def test_ranks_and_one_process_go_on_with_the_runs_of_each_other(
-    folder: Path, of_two: subprocess.CompletedProcess[str], of_one: TrainSummary
+    folder: Path, of_two: subprocess.CompletedProcess[str], of_one: dict[str, Any]
 ) -> None:
     assert of_two.returncode == 0, of_two.stderr[-2000:]
     one = alone(folder, f"run.dir={folder / 'two'}", "rl.num_steps=6")
-    assert (one.resumed_from_step, one.num_steps) == (4, 6)
+    assert (one["resumed_from_step"], one["num_steps"]) == (4, 6)
     # The other way to keep step changes nothing either.
     done = treering(
         *("train", "run.toml", "run.dir=one", "rl.num_steps=6", "rl.ranks=sharded", "--json"), folder=folder
@@ -212,7 +211,7 @@ def test_what_ends_one_rank_ends_all_with_one_line(fault: str, folder: Path) -> 
     # The previous step is complete, and after a signal the running one too.
     num_done = 2 if "SIGTERM" in fault else 1
     assert [row["step"] for row in rows(folder / run)] == [*range(1, num_done + 1)]
-    assert alone(folder, f"run.dir={folder / run}", "rl.num_steps=3").resumed_from_step == num_done
+    assert alone(folder, f"run.dir={folder / run}", "rl.num_steps=3")["resumed_from_step"] == num_done
 
 
 @pytest.mark.parametrize(

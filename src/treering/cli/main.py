@@ -14,7 +14,7 @@ import typer
 
 from treering.cli.commands import app
 from treering.cli.ranks import num_started, speaks_of_end
-from treering.cli.signals import describe, ended_by_signals, exit_code, leave, leave_at_once
+from treering.cli.signals import describe, ended_by_signals, leave, leave_at_once
 from treering.cli.user_messages import in_words_of, notes_on_stderr
 from treering.errors import Interrupted, TreeringError
 from treering.files.writing import FULL
@@ -40,7 +40,7 @@ def main() -> None:
                 sys.stdout.flush()
     except Interrupted as error:
         _print_error(describe(error))
-        leave_at_once(exit_code(error.signal_number))
+        leave_at_once(128 + error.signal_number)
     except BrokenPipeError:
         # The reader has left, as `head` does.
         leave_at_once(1)

@@ -5,7 +5,6 @@ The configuration is read before torch is imported, so mistakes in it are report
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,13 +32,12 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
     """
     config = _load(SftConfig, config_path, overrides)
 
-    def train(console: Console) -> tuple[Any, Table]:
-        from treering.cli.sft_command import as_table, train
+    def start(console: Console) -> tuple[dict[str, Any], Table]:
+        from treering.cli.sft_command import train
 
-        summary = train(config, config_dir=config_path.parent, console=console)
-        return summary, as_table(summary)
+        return train(config, config_dir=config_path.parent, console=console)
 
-    _run(config.run, json_output, train)
+    _run(config.run, json_output, start)
 
 
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
@@ -47,17 +45,15 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
     config = _load(RlConfig, config_path, overrides)
     _check_ranks(config)
 
-    def train(console: Console) -> tuple[Any, Table]:
+    def start(console: Console) -> tuple[dict[str, Any], Table]:
         from treering.cli.train import train
-        from treering.cli.train_report import as_table
 
-        summary = train(config, config_dir=config_path.parent, console=console)
-        return summary, as_table(summary)
+        return train(config, config_dir=config_path.parent, console=console)
 
-    _run(config.run, json_output, train)
+    _run(config.run, json_output, start)
 
 
-def _run(run: RunConfig, json_output: bool, train: Callable[[Console], tuple[Any, Table]]) -> None:
+def _run(run: RunConfig, json_output: bool, start: Callable[[Console], tuple[dict[str, Any], Table]]) -> None:
     """Train, and print the summary as JSON or as a table."""
 
     def how_to_go_on() -> str:
@@ -68,9 +64,9 @@ def _run(run: RunConfig, json_output: bool, train: Callable[[Console], tuple[Any
         console = PlainConsole(stderr=True, quiet=not is_first())
         console.print("importing torch and transformers")
         with warnings_as_lines(console):
-            summary, table = train(console)
+            summary, table = start(console)
         if json_output and is_first():
-            print(json.dumps(asdict(summary), indent=2), file=results, flush=True)
+            print(json.dumps(summary, indent=2), file=results, flush=True)
         elif is_first():
             PlainConsole(file=results).print(table)
 

@@ -3,14 +3,14 @@
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import date as Date
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from rich.console import Console
@@ -36,7 +36,7 @@ from treering.files.writing import CHECKPOINTS_FOLDER, writing
 from treering.metrics import METRICS_FILE, Metrics
 from treering.model.context import tree_attention
 from treering.ranks.group import RankGroup, all_ranks
-from treering.report.run_data import CONFIG_FILE, STARTS_FILE, Row, note_start
+from treering.report.run_data import CONFIG_FILE, STARTS_FILE, note_start
 from treering.rl.tasks.text_tokens import TextTokens
 from treering.train.loop.batches import StepTasks
 from treering.train.loop.checkpoint import CheckpointStore, Identity, ReportT, Resumable, checkpoint_path
@@ -44,6 +44,10 @@ from treering.train.loop.compute import precision
 from treering.train.loop.held_out import Evaluation, Measure, best_step
 from treering.train.loop.lora_adapters import base_checksum
 from treering.train.loop.saved_run import Interruption, Opened, knows_first, open_run, run_steps
+
+if TYPE_CHECKING:
+    from treering.cli.corpus import Corpus
+    from treering.cli.train_task import TaskSource
 
 ConfigT = TypeVar("ConfigT", SftConfig, RlConfig)
 SectionT = TypeVar("SectionT", ModelConfig, DistillOptions)
@@ -250,12 +254,6 @@ class RunLength:
         return f'{begin}; its learning-rate schedule "{schedule}" has ended, so continue in another run.dir'
 
     @property
-    def in_words(self) -> str:
-        """Length as text, such as "1 step of 1 task"."""
-        size = min(self.step_tasks.trees_per_step, self.step_tasks.num_tasks)
-        return f"{plural(self.total, 'step')} of {plural(size, 'task')}"
-
-    @property
     def _ending(self) -> str:
         steps = self.config.steps
         name = "num_steps" if self.total == steps.num_steps else "num_epochs"
@@ -276,22 +274,6 @@ def budget_note(setting: str, max_tokens: int | Literal["auto"], longest: int) -
     )
 
 
-class TurnSource(Protocol):
-    """Parts of the data or task that checkpoints depend on."""
-
-    @property
-    def tokenizer(self) -> Path | None:
-        """Folder of the tokenizer; None without one."""
-
-    @property
-    def renderer(self) -> Renderer | None:
-        """Renderer of chats; None without chats."""
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        """Ids that end turns and texts."""
-
-
 @contextmanager
 def join_run(folder: Path) -> Iterator[RankGroup]:
     """Join the ranks that torchrun started; only the first holds the run's folder."""
@@ -309,7 +291,11 @@ def broadcast_config(config: ConfigT, config_dir: Path, rank_group: RankGroup) -
 
 
 def checkpoint_store(
-    config: SftConfig | RlConfig, model: nn.Module, identity: Identity, source: TurnSource, rank_group: RankGroup
+    config: SftConfig | RlConfig,
+    model: nn.Module,
+    identity: Identity,
+    source: "Corpus | TaskSource",
+    rank_group: RankGroup,
 ) -> CheckpointStore:
     """Return the checkpoints of a run, with its tokenizer, chat form, card and, for `train`, its history as hints."""
     folder, tokenizer, renderer = config.run.dir, source.tokenizer, source.renderer
@@ -347,27 +333,6 @@ def _turns_text(tokens: TextTokens, renderer: Renderer | None, stops: Sequence[i
         return ends
     what = "the tokenizer's own chat template" if renderer.plain_template is None else "Treering's plain form"
     return f"{what}, see `tokenizer.apply_chat_template`; {ends}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSummary:
-    """Result of a call of `treering sft` or `treering train`; figures cover the steps of this call only."""
-
-    run_dir: str
-    num_parameters: int
-    resumed_from_step: int | None
-    """Last step of earlier calls; None for a new run."""
-    num_steps: int
-    """Steps of the whole run."""
-    checkpoint: str
-    """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
-    evaluations: Sequence[Row] = ()
-    """Measurements of this call on held-out data: "step", and the names of `treering.metrics`."""
-
-    def steps_cell(self, *more: str) -> str:
-        """Return the number of steps with more about them, for a table."""
-        resumed = [] if self.resumed_from_step is None else [f"resumed after {self.resumed_from_step}"]
-        return ", ".join([str(self.num_steps), *more, *resumed])
 
 
 @dataclass(kw_only=True, eq=False)
@@ -414,20 +379,28 @@ class TrainingRun(Generic[ReportT]):
             if line is not None:
                 self.console.print(line)
 
-    def announce(self, length: RunLength, model: PreTrainedModel, what: str, num_ranks: int) -> None:
-        """Note the start in the run's folder; print what is trained, where, and how far the run is.
+    def announce(
+        self, length: RunLength, model: PreTrainedModel, what: str, *, notes: Iterable[str | None], longest: int
+    ) -> None:
+        """Note the start in the run's folder; print what is trained, where, and how far the run is; on the first rank.
 
         Args:
             length: of the run.
             model: the trained model.
             what: text in which "{}" stands for the model.
-            num_ranks: processes that train.
+            notes: about the data; those that are None are not printed.
+            longest: tokens of the longest sequence.
         """
-        folder, opened = self.config.run.dir, self.opened
-        write_settings(self.config, self.config.run, self.num_steps)
-        log_start(folder, opened, model, num_ranks)
-        device, dtype = next(model.parameters()).device, self.config.model.dtype
+        if self.checkpoints.rank_group.rank > 0:
+            return
+        config, folder, opened = self.config, self.config.run.dir, self.opened
+        write_settings(config, config.run, self.num_steps)
+        trainer_ranks = config.runtime.trainer_ranks if isinstance(config, RlConfig) else 1
+        log_start(folder, opened, model, max(self.checkpoints.rank_group.size, trainer_ranks))
+        device, dtype = next(model.parameters()).device, config.model.dtype
         self.print_lines(
+            *notes,
+            budget_note(f"{config.steps_name}.max_batch_tokens", config.steps.max_batch_tokens, longest),
             length.short_note() if opened.is_new else None,
             f"{what.format(f'{parameters_in_words(model)} on {device} in {dtype}')} into {folder}",
             attention_in_words(model, dtype),
@@ -470,7 +443,11 @@ class TrainingRun(Generic[ReportT]):
         )
 
     def summary_of(self, reports: Sequence[ReportT]) -> dict[str, Any]:
-        """Return the fields of `CallSummary` after the steps of this call."""
+        """Return what `sft` and `train` report alike after the steps of this call, of these steps only.
+
+        `resumed_from_step` is the last step of earlier calls, None for a new run; `num_steps` counts the whole run, and
+        `AutoModelForCausalLM.from_pretrained` loads `checkpoint`.
+        """
         last_step = reports[-1].step if reports else self.opened.step
         return {
             "run_dir": str(self.config.run.dir),
@@ -481,8 +458,8 @@ class TrainingRun(Generic[ReportT]):
             "evaluations": () if self.evaluation is None else tuple(self.evaluation.measured),
         }
 
-    def run_to_end(self, notes_of: Callable[[ReportT], Sequence[str]] = lambda report: ()) -> list[ReportT]:
-        """Run the steps, show each with its notes, and save before a signal ends them."""
+    def run_to_end(self, notes_of: Callable[[Sequence[ReportT]], Sequence[str]] = lambda reports: ()) -> list[ReportT]:
+        """Run the steps, and save before a signal ends them; show each, after notes on the reports up to its own."""
         reports = list[ReportT]()
         display = RunDisplay(
             title=str(self.config.run.dir),
@@ -491,14 +468,14 @@ class TrainingRun(Generic[ReportT]):
             console=self.console,
             unit=self.unit,
         )
-        with display, deferred_to(self.interruption, self.console.print):
+        with display, deferred_to(self.interruption.request, self.console.print):
             self.loop.on_progress = self.interruption.checked(display.show_phase)
             if self.evaluation is not None:
                 self.evaluation.on_measured = display.show_evaluation
             for report in self.steps:
-                self.print_lines(*notes_of(report))
-                display.show(report.step, step_figures(report.values()))
                 reports.append(report)
+                self.print_lines(*notes_of(reports))
+                display.show(report.step, step_figures(report.values()))
         return reports
 
 
@@ -519,3 +496,9 @@ def attention_in_words(model: nn.Module, dtype: Any) -> str:
     """
     with precision(model, "bfloat16" if dtype == "bfloat16" else "none"), tree_attention(model) as attention:
         return f"attention: {attention.backend} ({attention.reason})"
+
+
+def steps_cell(summary: Mapping[str, Any], *more: str) -> str:
+    """Return the number of steps of a summary with more about them, for a table."""
+    resumed = summary["resumed_from_step"]
+    return ", ".join([str(summary["num_steps"]), *more, *([] if resumed is None else [f"resumed after {resumed}"])])

@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -19,14 +19,13 @@ from treering.cli.display import WorkProgress, facts_table, note_compiling
 from treering.cli.hub import find_model
 from treering.cli.models import build_model, find_teacher, tokenizer_note
 from treering.cli.session import (
-    CallSummary,
     RunLength,
     Scalar,
     TrainingRun,
     broadcast_config,
-    budget_note,
     checkpoint_store,
     join_run,
+    steps_cell,
     training_identity,
 )
 from treering.config import SftConfig
@@ -141,90 +140,52 @@ def identity(config: SftConfig, corpus: Corpus, model: PreTrainedModel) -> dict[
     return {**training_identity(config, model), **data}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftSummary(CallSummary):
-    """Result of a call of `treering sft`."""
-
-    data: Literal["files", "generated"]
-    """"files", or "generated" for the generated stand-in data."""
-    num_tasks: int
-    first_loss: float | None
-    """Loss of this call's first step; None if it ran no step."""
-    last_loss: float | None
-    seconds: float
-    flat_tokens: int
-    unique_tokens: int
-    sharing: float
-    """1 - unique / flat tokens; 0.0 without a step."""
-    num_micro_batches: int
-    """Forward passes; more than steps if a step's trees do not fit `max_batch_tokens` together."""
-    flat_tokens_per_s: float
-    unique_tokens_per_s: float
-
-
-@dataclass(kw_only=True, eq=False)
-class SftRun(TrainingRun[StepReport]):
-    """A run of `treering sft`, with its corpus."""
-
-    config: SftConfig
-    corpus: Corpus
-    loop: SftLoop
-
-
-def summary_of(run: SftRun, reports: Sequence[StepReport]) -> SftSummary:
-    """Sum up the steps of a call."""
+def summary_of(
+    run: TrainingRun[StepReport], corpus: Corpus, reports: Sequence[StepReport]
+) -> tuple[dict[str, Any], Table]:
+    """Sum up the steps of a call: as JSON, and as a table for the terminal."""
     flat = sum(report.update.num_branch_tokens for report in reports)
     unique = sum(report.update.num_tokens for report in reports)
     seconds = sum(report.seconds for report in reports)
-    return SftSummary(
+    first, last = (reports[end].update.loss if reports else None for end in (0, -1))
+    summary = {
         **run.summary_of(reports),
-        data=run.corpus.source,
-        num_tasks=len(run.corpus.tasks),
-        first_loss=reports[0].update.loss if reports else None,
-        last_loss=reports[-1].update.loss if reports else None,
-        seconds=seconds,
-        flat_tokens=flat,
-        unique_tokens=unique,
-        sharing=1.0 - unique / flat if flat else 0.0,
-        num_micro_batches=sum(report.update.num_micro_batches for report in reports),
-        flat_tokens_per_s=flat / seconds if seconds else 0.0,
-        unique_tokens_per_s=unique / seconds if seconds else 0.0,
-    )
-
-
-def as_table(summary: SftSummary) -> Table:
-    """Return the summary as a table for the terminal."""
-    rows = {
-        "data": f"{summary.data}, {summary.num_tasks} tasks",
-        "model": f"{summary.num_parameters:,} parameters",
-        "steps": summary.steps_cell(),
-        "loss": _loss_cell(summary),
-        **held_out(summary.evaluations),
-        "seconds": f"{summary.seconds:,.1f}",
-        "flat tokens": f"{summary.flat_tokens:,} ({summary.flat_tokens_per_s:,.0f} per second)",
-        "unique tokens": f"{summary.unique_tokens:,} ({summary.unique_tokens_per_s:,.0f} per second)",
-        "sharing": f"{summary.sharing:.3f}",
-        "micro-batches": f"{summary.num_micro_batches:,}",
-        "checkpoint": summary.checkpoint,
+        "data": corpus.source,
+        "num_tasks": len(corpus.tasks),
+        "first_loss": first,
+        "last_loss": last,
+        "seconds": seconds,
+        "flat_tokens": flat,
+        "unique_tokens": unique,
+        "sharing": 1.0 - unique / flat if flat else 0.0,
+        "num_micro_batches": sum(report.update.num_micro_batches for report in reports),
+        "flat_tokens_per_s": flat / seconds if seconds else 0.0,
+        "unique_tokens_per_s": unique / seconds if seconds else 0.0,
     }
-    return facts_table(f"treering sft: {summary.run_dir}", rows)
+    rows = {
+        "data": f"{corpus.source}, {len(corpus.tasks)} tasks",
+        "model": f"{summary['num_parameters']:,} parameters",
+        "steps": steps_cell(summary),
+        "loss": "-" if first is None else f"{first:.3f} -> {last:.3f}",
+        **held_out(summary["evaluations"]),
+        "seconds": f"{seconds:,.1f}",
+        "flat tokens": f"{flat:,} ({summary['flat_tokens_per_s']:,.0f} per second)",
+        "unique tokens": f"{unique:,} ({summary['unique_tokens_per_s']:,.0f} per second)",
+        "sharing": f"{summary['sharing']:.3f}",
+        "checkpoint": summary["checkpoint"],
+    }
+    return summary, facts_table(f"treering sft: {summary['run_dir']}", rows)
 
 
-def _loss_cell(summary: SftSummary) -> str:
-    if summary.first_loss is None:
-        return "-"
-    if summary.num_steps - (summary.resumed_from_step or 0) == 1:
-        return f"{summary.first_loss:.3f} (one step)"
-    return f"{summary.first_loss:.3f} -> {summary.last_loss:.3f}"
-
-
-def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
-    """Start or resume the run of a configuration, whose file is in the folder `config_dir`."""
+def train(config: SftConfig, *, config_dir: Path, console: Console) -> tuple[dict[str, Any], Table]:
+    """Start or resume the run of a configuration, whose file is in the folder `config_dir`; return its summary."""
     with join_run(config.run.dir) as rank_group:
         return _train(broadcast_config(config, config_dir, rank_group), config_dir, console, rank_group)
 
 
-def _train(config: SftConfig, config_dir: Path, console: Console, rank_group: RankGroup) -> SftSummary:
+def _train(
+    config: SftConfig, config_dir: Path, console: Console, rank_group: RankGroup
+) -> tuple[dict[str, Any], Table]:
     folder = find_model(config.model, config_dir)
     console.print("reading the data")
     with WorkProgress(console) as reading:
@@ -251,37 +212,22 @@ def _train(config: SftConfig, config_dir: Path, console: Console, rank_group: Ra
         shard_model(model, config.model.autocast)
     optim = config.optim.changed(num_steps=length.total)
     loop = SftLoop(model, corpus.tasks, optim=optim, options=config.options, teacher=teacher, rank_group=rank_group)
-    run = SftRun(
-        config=config, corpus=corpus, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console
-    )
+    run = TrainingRun(config=config, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console)
     run.open()
-    if rank_group.rank == 0:
-        run.print_lines(doubt)
-        _announce(run, model, length)
+    lengths = [sequence.size for task in corpus.tasks for sequence in task.sequences]
+    size = min(length.step_tasks.trees_per_step, len(corpus.tasks))
+    steps = f"{plural(length.total, 'step')} of {plural(size, 'task')}"
+    what = f"{plural(len(corpus.tasks), 'task')}, {sum(lengths):,} flat tokens; {{}}; {steps}"
+    run.announce(length, model, what, notes=[doubt, *corpus.notes], longest=max(lengths))
+    if rank_group.rank == 0 and run.opened.is_new:
+        write_samples(config.run.dir, corpus.tasks)
     measure = None
     if held is not None:
         measure = HeldOutLoss(
             model, held.tasks, compute=config.options, layout=config.train.layout, rank_group=rank_group
         )
     with run.metrics() as metrics:
-        run.prepare(metrics, measure)
-
-        def notes_of(report: StepReport) -> Sequence[str]:
-            # Free the data that the step has read: it is not needed before the next epoch.
-            corpus.release()
-            return report.update.notes
-
-        reports = run.run_to_end(notes_of)
-    return summary_of(run, reports)
-
-
-def _announce(run: SftRun, model: PreTrainedModel, length: RunLength) -> None:
-    config, tasks = run.config, run.corpus.tasks
-    lengths = [sequence.size for task in tasks for sequence in task.sequences]
-    run.print_lines(
-        *run.corpus.notes, budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths))
-    )
-    what = f"{plural(len(tasks), 'task')}, {sum(lengths):,} flat tokens; {{}}; {length.in_words}"
-    run.announce(length, model, what, run.checkpoints.rank_group.size)
-    if run.opened.is_new:
-        write_samples(config.run.dir, tasks)
+        # Free the data that a step has read: it is not needed before the next epoch.
+        run.prepare(metrics, measure, on_step=lambda report: corpus.release())
+        reports = run.run_to_end(lambda reports: reports[-1].update.notes)
+    return summary_of(run, corpus, reports)

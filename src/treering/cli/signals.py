@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from treering.errors import Interrupted
 
@@ -31,16 +31,9 @@ _AGAIN_S = 0.01
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class EndRequest(Protocol):
-    """Receiver of the request to end a run; an `Interruption` of the training loops."""
-
-    def request(self, signal_number: int) -> bool:
-        """Ask the run; return whether to wait for it."""
-
-
 class _Handler:
     def __init__(self, speaks: Callable[[], bool]) -> None:
-        self.deferred: EndRequest | None = None
+        self.request: Callable[[int], bool] = lambda number: False
         self.announce: Callable[[str], object] = print
         self._speaks = speaks
         self._first: tuple[int, float] | None = None
@@ -52,13 +45,13 @@ class _Handler:
                 if self._speaks():
                     # Do not use `print`: the signal may have interrupted one in the middle of a line.
                     os.write(2, f"treering: {describe(Interrupted(first))}\n".encode())
-                os._exit(exit_code(first))
+                os._exit(128 + first)
             return
         if _is_called_back(frame):
             _send_again(number)
             return
         self._first = number, time.monotonic()
-        if self.deferred is None or not self.deferred.request(number):
+        if not self.request(number):
             raise Interrupted(number)
         line = f"interrupted by {signal.Signals(number).name}: saving the last whole step (again: end at once)"
         # Print in a thread: the signal may have interrupted the console in the middle of a line.
@@ -74,24 +67,24 @@ class _Handler:
 
 
 @contextmanager
-def deferred_to(request: EndRequest, announce: Callable[[str], object]) -> Iterator[None]:
+def deferred_to(request: Callable[[int], bool], announce: Callable[[str], object]) -> Iterator[None]:
     """Let a run save at the first signal of the block before it raises `Interrupted`; a second signal ends at once.
 
     Outside `ended_by_signals` signals are unchanged.
 
     Args:
-        request: asked at the signal; if it need not wait, `Interrupted` is raised at once.
+        request: asks the run to end, and returns whether to wait for it; else `Interrupted` is raised at once.
         announce: prints what happens next, at once; called in another thread.
 
     Example: at SIGTERM it announces "interrupted by SIGTERM: saving the last whole step (again: end at once)".
     """
     installed = [signal.getsignal(number) for number in _SIGNALS]
     handler = next((each for each in installed if isinstance(each, _Handler)), _Handler(lambda: True))
-    handler.announce, handler.deferred = announce, request
+    handler.announce, handler.request = announce, request
     try:
         yield
     finally:
-        handler.deferred = None
+        handler.request = lambda number: False
 
 
 @contextmanager
@@ -139,19 +132,14 @@ def _leave_out_forks(restore: Callable[[], None]) -> None:
 
     Signals are blocked meanwhile, because Python drops a signal that finds the parent's handlers in the child.
     """
-    forking = threading.local()
-
-    def before() -> None:
-        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-    def in_parent() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, _SIGNALS)
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _SIGNALS)
 
     def in_child() -> None:
         restore()
-        in_parent()
+        unblock()
 
-    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=in_child)
 
 
 @contextmanager
@@ -164,14 +152,6 @@ def advising(advice: str | Callable[[], str]) -> Iterator[None]:
         if interruption is not None:
             interruption.add_note(advice if isinstance(advice, str) else advice())
         raise
-
-
-def exit_code(signal_number: int) -> int:
-    """Return the exit code of a command that a signal has ended.
-
-    Example: 130 for SIGINT, 143 for SIGTERM.
-    """
-    return 128 + signal_number
 
 
 def describe(error: Interrupted) -> str:

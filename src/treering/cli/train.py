@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -20,7 +21,6 @@ from treering.cli.session import (
     RunLength,
     TrainingRun,
     broadcast_config,
-    budget_note,
     checkpoint_store,
     join_run,
 )
@@ -37,7 +37,7 @@ from treering.cli.train_engine import (
     warmup_identity,
     warmup_options,
 )
-from treering.cli.train_report import RlRun, TrainSummary, step_logs, summary_of
+from treering.cli.train_report import RlRun, step_logs, summary_of, totals
 from treering.cli.train_task import TaskSource, draw_sums
 from treering.config import RlConfig
 from treering.config.rl import RlRunConfig
@@ -265,18 +265,17 @@ _EARLY = 10
 """Number of steps without a difference in rewards after which a run gets a warning."""
 
 
-def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSummary:
-    """Start or resume the run of a configuration, whose file is in the folder `config_dir`."""
+def train(config: RlConfig, *, config_dir: Path, console: Console) -> tuple[dict[str, Any], Table]:
+    """Start or resume the run of a configuration, whose file is in the folder `config_dir`; return its summary."""
     with open_training(config, config_dir=config_dir, console=console) as run:
-        reports = run.run_to_end(StepNotes(run.num_steps))
-    summary = summary_of(run, reports)
-    total = summary.total
+        reports = run.run_to_end(partial(step_notes, num_steps=run.num_steps))
+    total = totals(reports)
     if total.num_unscored and not total.num_rollouts:
         raise StateError(
             f"{run.source.task.reward_name} returned None for all {total.num_unscored} rollouts, so the run learned "
             "nothing; return a number for some"
         )
-    return summary
+    return summary_of(run, total, reports)
 
 
 @contextmanager
@@ -309,59 +308,40 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
             config=config, source=source, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console
         )
         run.open()
-        if rank_group.rank == 0:
-            run.print_lines(doubt)
-            _announce(run, model, length)
+        steps = f"{plural(length.total, 'step')} of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts"
+        what = f"{plural(len(source.task.prompts), 'prompt')} ({source.kind}); {{}}; {steps}"
+        longest = source.longest_prompt + config.sampling.max_tokens
+        run.announce(length, model, what, notes=[doubt, *source.notes], longest=longest)
         if run.opened.step == 0:
             warm_up(config, model, rank_group, console)
         metrics, on_step = stack.enter_context(run.metrics()), None
         if rank_group.rank == 0:
             with warnings_on_console(console):
-                on_step = step_logs(run, metrics, stack)
+                on_step = step_logs(run, metrics)
         # Evaluation runs in this process, even if the loop has workers.
         policy = loop.policy if isinstance(loop, RlLoop) else lambda: loop.model
         run.prepare(metrics, None if held is None else measure_rewards(config, held, policy, rank_group), on_step)
         yield run
 
 
-class StepNotes:
-    """Notes on each step: dropped rollouts, and a warning if no group has two different rewards.
+def step_notes(reports: Sequence[RlStepReport], num_steps: int) -> list[str]:
+    """Return notes on the last of a call's steps: dropped rollouts, and a warning if no group has two rewards so far.
 
-    Example: after ten steps in which every reward is 0 there is one warning, and another after the last step.
+    Example: after ten steps in which every reward is 0 there is one warning, and another after the last of `num_steps`.
     """
-
-    def __init__(self, num_steps: int) -> None:
-        """Expect a run of `num_steps` steps."""
-        self._num_steps, self._num_seen, self._num_uneven = num_steps, 0, 0
-
-    def __call__(self, report: RlStepReport) -> Sequence[str]:
-        """Return the notes on a step."""
-        rollouts = report.rollouts
-        # Rewards that raised, and episodes that failed.
-        dropped = [
-            f"warning: step {report.step}: {plural(rollouts.num_reward_errors, 'rollout')} dropped; "
-            f"{' '.join(message.split())}"
-            for message in rollouts.reward_errors[:1]
-        ]
-        return [*(() if report.update is None else report.update.notes), *dropped, *self._about_groups(report)]
-
-    def _about_groups(self, report: RlStepReport) -> Sequence[str]:
-        rollouts = report.rollouts
-        self._num_seen += 1
-        self._num_uneven += rollouts.num_groups - rollouts.num_zero_variance - rollouts.num_empty_groups
-        # A resumed run that counts only its last few steps gets no warning.
-        if self._num_uneven or self._num_seen not in (_EARLY, self._num_steps):
-            return ()
-        return [
-            f"warning: no group of {plural(self._num_seen, 'step')} had two different rewards, so no rollout had an "
+    report = reports[-1]
+    notes = [] if report.update is None else list(report.update.notes)
+    # Rewards that raised, and episodes that failed.
+    for message in report.rollouts.reward_errors[:1]:
+        dropped = plural(report.rollouts.num_reward_errors, "rollout")
+        notes.append(f"warning: step {report.step}: {dropped} dropped; {' '.join(message.split())}")
+    counts = [each.rollouts for each in reports]
+    # A resumed run that counts only its last few steps gets no warning.
+    if len(reports) in (_EARLY, num_steps) and all(
+        each.num_groups == each.num_zero_variance + each.num_empty_groups for each in counts
+    ):
+        notes.append(
+            f"warning: no group of {plural(len(reports), 'step')} had two different rewards, so no rollout had an "
             "advantage; change the reward or the prompts, or raise rl.group_size or sampling.temperature"
-        ]
-
-
-def _announce(run: RlRun, model: PreTrainedModel, length: RunLength) -> None:
-    config, source = run.config, run.source
-    longest = source.longest_prompt + config.sampling.max_tokens
-    run.print_lines(*source.notes, budget_note("rl.max_batch_tokens", config.rl.max_batch_tokens, longest))
-    steps = f"{plural(length.total, 'step')} of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts"
-    what = f"{plural(len(source.task.prompts), 'prompt')} ({source.kind}); {{}}; {steps}"
-    run.announce(length, model, what, max(run.checkpoints.rank_group.size, config.runtime.trainer_ranks))
+        )
+    return notes

@@ -1,24 +1,22 @@
 """Report on `treering train`: the rollouts and times of each step, and the summary of a call."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from rich.table import Table
 
 from treering.cli.display import facts_table
-from treering.cli.session import CallSummary, TrainingRun
+from treering.cli.session import TrainingRun, steps_cell
 from treering.cli.train_task import TaskSource
-from treering.closing import Closing
 from treering.config import RlConfig
 from treering.data import Trajectory
 from treering.errors import plural
-from treering.files.step_lines import append, reopen
-from treering.files.writing import check_regular, writing
+from treering.files.step_lines import append, read_rows
+from treering.files.writing import write_text, writing
 from treering.metrics import METRICS_FILE, Completion, Metrics, num_logged
 from treering.report.rollout_views import ROLLOUTS_FOLDER
 from treering.report.run_data import TIMELINE_FILE, held_out
@@ -30,41 +28,31 @@ from treering.schedule.cluster import Latency
 from treering.types import TokenIds
 
 
-class TimelineLog(Closing):
-    """File `timeline.jsonl` of a run with workers; use it in a `with` statement.
+def timeline_log(file: Path, resume_step: int | None) -> Callable[[RlStepReport], None]:
+    """Return a function that appends the spans of a step to `timeline.jsonl` of a run with workers.
+
+    Lines of steps after `resume_step`, all if None, are removed: the run repeats these steps.
+
+    Raises:
+        StateError: the file cannot be read or written; also by the function.
 
     Example: `{"step": 3, "worker": 1, "started_s": 1767261600.2, "ended_s": 1767261604.9, "busy_s": 4.5,
     "num_rollouts": 32}`; the trainer's line has "worker": null.
     """
 
-    def __init__(self, file: Path, *, resume_step: int | None) -> None:
-        """Open the file and remove lines of steps after `resume_step` (all if None): the run repeats these steps.
+    def as_lines(rows: Iterable[Mapping[str, object]]) -> str:
+        return "".join(json.dumps(row) + "\n" for row in rows)
 
-        Raises:
-            StateError: the file cannot be read or written.
-        """
-        self._path = file
-        with writing(file):
-            check_regular(file)
-        reopen([file], resume_step or 0, {}, log=file)
-        with writing(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._file = file.open("ab", buffering=0)
+    with writing(file):
+        write_text(file, as_lines(row for row in read_rows(file) if row["step"] <= (resume_step or 0)))
 
-    def write(self, report: RlStepReport) -> None:
-        """Append the spans of one step.
-
-        Raises:
-            StateError: the disk is full.
-        """
+    def write(report: RlStepReport) -> None:
         spans = () if report.overlap is None else report.overlap.spans
-        lines = [json.dumps({"step": report.step, **asdict(span)}).encode() + b"\n" for span in spans]
-        with writing(self._path, sum(map(len, lines))):
-            append(self._file, b"".join(lines))
+        lines = as_lines({"step": report.step, **asdict(span)} for span in spans).encode()
+        with writing(file, len(lines)), file.open("ab", buffering=0) as log:
+            append(log, lines)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    return write
 
 
 MAX_CHARACTERS = 4000
@@ -116,7 +104,7 @@ class RlRun(TrainingRun[RlStepReport]):
     loop: Loop
 
 
-def step_logs(run: RlRun, metrics: Metrics, stack: ExitStack) -> OnStep:
+def step_logs(run: RlRun, metrics: Metrics) -> OnStep:
     """Return a function that writes each step's rollouts and completion tables and, with workers, the timeline."""
     config, loop, folder = run.config, run.loop, run.config.run.dir
     rollouts = timeline = None
@@ -124,11 +112,11 @@ def step_logs(run: RlRun, metrics: Metrics, stack: ExitStack) -> OnStep:
         expected = num_logged(folder / METRICS_FILE)
         rollouts = RolloutLog(folder / ROLLOUTS_FOLDER, resume_step=run.opened.resume_step, expected=expected)
     if isinstance(loop, PipelineLoop):
-        timeline = stack.enter_context(TimelineLog(folder / TIMELINE_FILE, resume_step=run.opened.resume_step))
+        timeline = timeline_log(folder / TIMELINE_FILE, run.opened.resume_step)
 
     def on_step(report: RlStepReport) -> dict[str, float]:
         if timeline is not None:
-            timeline.write(report)
+            timeline(report)
         num_rows = config.metrics.log_completions
         if num_rows and (report.step == 1 or report.step % 10 == 0):
             metrics.log_completions(report.step, completions_of(loop.latest, num_rows, run.source))
@@ -172,31 +160,66 @@ class RlTotals:
     sharing: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSummary(CallSummary):
-    """Result of a call of `treering train`."""
+def summary_of(run: RlRun, total: RlTotals, reports: Sequence[RlStepReport]) -> tuple[dict[str, Any], Table]:
+    """Sum up the steps of a call, whose `totals` are given: as JSON, and as a table for the terminal.
 
-    task: str
-    num_prompts: int
-    total: RlTotals
-    account: Mapping[str, int] | None = None
-    """Outcome of every rollout of the run, as `treering.runtime.account` counts it; None without workers."""
-    latency: Mapping[str, float] | None = None
-    """Measured times that schedules use, as from `times_of`; None if it has measured none."""
-
-
-def summary_of(run: RlRun, reports: Sequence[RlStepReport]) -> TrainSummary:
-    """Sum up the steps of a call."""
+    `account` has the outcome of every rollout of the run (`treering.runtime.account`) and `latency` the times that
+    schedules use (`times_of`); None without workers, and if nothing was measured.
+    """
     pipeline = run.loop if isinstance(run.loop, PipelineLoop) else None
     measured = None if pipeline is None else pipeline.measured
-    return TrainSummary(
+    account = None if pipeline is None else pipeline.account.as_dict()
+    summary = {
         **run.summary_of(reports),
-        task=run.source.kind,
-        num_prompts=len(run.source.task.prompts),
-        total=totals(reports),
-        account=None if pipeline is None else pipeline.account.as_dict(),
-        latency=None if measured is None else times_of(measured),
+        "task": run.source.kind,
+        "num_prompts": len(run.source.task.prompts),
+        "total": asdict(total),
+        "account": account,
+        "latency": None if measured is None else times_of(measured),
+    }
+    rewards = ["-" if mean is None else f"{mean:.3f}" for mean in (total.first_reward, total.last_reward)]
+    troubles = {"empty": total.num_empty, "over-long": total.num_overlong, "without reward": total.num_reward_errors}
+    troubles["unscored"] = total.num_unscored
+    counted = [f"{name} {count:,}" for name, count in troubles.items() if count]
+    rows = {
+        "task": f"{summary['task']}, {plural(summary['num_prompts'], 'prompt')}",
+        "model": f"{summary['num_parameters']:,} parameters",
+        "steps": steps_cell(summary, f"updates {total.num_updates}"),
+        "reward": f"{' -> '.join(rewards)} (first and last epoch)",
+        **held_out(summary["evaluations"]),
+        "groups": f"{total.num_groups:,}, with equal rewards {total.num_zero_variance:,}",
+        "rollouts": ", ".join([f"{total.num_rollouts:,}", *counted]),
+        "seconds": f"{total.seconds:,.1f}: rollout {total.rollout_s:,.1f}, training {total.train_s:,.1f}, "
+        f"update {total.update_s:,.1f}",
+        "sampled tokens": f"{total.num_sampled:,} ({total.sampled_per_s:,.0f} per second)",
+        "tokens per forward": f"{total.tokens_per_forward:.2f}",
+        "drafted tokens": f"{total.num_drafted:,}, accepted {total.acceptance:.0%}",
+        "trained tokens": f"{total.flat_tokens:,} flat, {total.unique_tokens:,} computed",
+        "sharing": f"{total.sharing:.3f}",
+        **({} if account is None else _account_rows(account)),
+        "checkpoint": summary["checkpoint"],
+    }
+    return summary, facts_table(f"treering train: {summary['run_dir']}", rows)
+
+
+def _account_rows(account: Mapping[str, int]) -> dict[str, str]:
+    left_out = {"with equal rewards": "without_variance", "without reward": "reward_errors", "empty": "empty"}
+    ends = [f"{account['trained']:,} trained", *(f"{account[key]:,} {text}" for text, key in left_out.items())]
+    if account["unscored"]:
+        ends.append(f"{account['unscored']:,} unscored")
+    deaths = (
+        f"{account['worker_deaths']} workers ({account['sampled_again']:,} rollouts sampled again), "
+        f"{account['reward_worker_deaths'] + account['reward_workers_stopped']} reward workers "
+        f"({account['evaluated_again']:,} evaluated again), "
+        f"{account['trainer_deaths']} trainers ({account['steps_trained_again']:,} steps trained again)"
     )
+    return {"account": f"{account['scheduled']:,} scheduled = {' + '.join(ends)}", "deaths": deaths}
+
+
+_COUNTS = (
+    *("num_groups", "num_zero_variance", "num_reward_errors", "num_unscored", "num_empty", "num_overlong"),
+    "num_rollouts",
+)
 
 
 def totals(reports: Sequence[RlStepReport]) -> RlTotals:
@@ -213,17 +236,11 @@ def totals(reports: Sequence[RlStepReport]) -> RlTotals:
         first_reward=_reward_of_epoch(reports, reports[0].epoch) if reports else None,
         last_reward=_reward_of_epoch(reports, reports[-1].epoch) if reports else None,
         num_updates=len(updates),
-        num_groups=sum(part.num_groups for part in rollouts),
-        num_zero_variance=sum(part.num_zero_variance for part in rollouts),
-        num_reward_errors=sum(part.num_reward_errors for part in rollouts),
-        num_unscored=sum(part.num_unscored for part in rollouts),
-        num_empty=sum(part.num_empty for part in rollouts),
-        num_overlong=sum(part.num_overlong for part in rollouts),
+        **{name: sum(getattr(part, name) for part in rollouts) for name in _COUNTS},
         seconds=sum(report.phases.step_s for report in reports),
         rollout_s=rollout_s,
         train_s=sum(report.phases.train_s for report in reports),
         update_s=sum(report.phases.update_s for report in reports),
-        num_rollouts=sum(part.num_rollouts for part in rollouts),
         num_sampled=engine.num_sampled,
         sampled_per_s=engine.num_sampled / rollout_s if rollout_s else 0.0,
         tokens_per_forward=engine.tokens_per_forward,
@@ -245,66 +262,6 @@ def times_of(latency: Latency) -> dict[str, float]:
     others = {name: getattr(latency, name) for name in ("prefill_s", "load_s", "training_s")}
     # Rounding may give slightly less than 0.
     return {"step_s": max(0.0, step_s), "row_s": row_s, **others}
-
-
-def as_table(summary: TrainSummary) -> Table:
-    """Return the summary as a table for the terminal."""
-    total = summary.total
-    rewards = ["-" if mean is None else f"{mean:.3f}" for mean in (total.first_reward, total.last_reward)]
-    troubles = {"empty": total.num_empty, "over-long": total.num_overlong, "without reward": total.num_reward_errors}
-    troubles["unscored"] = total.num_unscored
-    counted = [f"{name} {count:,}" for name, count in troubles.items() if count]
-    rows = {
-        "task": f"{summary.task}, {plural(summary.num_prompts, 'prompt')}",
-        "model": f"{summary.num_parameters:,} parameters",
-        "steps": summary.steps_cell(f"updates {total.num_updates}"),
-        "reward": f"{' -> '.join(rewards)} (first and last epoch)",
-        **held_out(summary.evaluations),
-        "groups": f"{total.num_groups:,}, with equal rewards {total.num_zero_variance:,}",
-        "rollouts": ", ".join([f"{total.num_rollouts:,}", *counted]),
-        "seconds": f"{total.seconds:,.1f}: rollout {total.rollout_s:,.1f}, training {total.train_s:,.1f}, "
-        f"update {total.update_s:,.1f}",
-        "sampled tokens": f"{total.num_sampled:,} ({total.sampled_per_s:,.0f} per second)",
-        "tokens per forward": f"{total.tokens_per_forward:.2f}",
-        "drafted tokens": f"{total.num_drafted:,}, accepted {total.acceptance:.0%}",
-        "trained tokens": f"{total.flat_tokens:,} flat, {total.unique_tokens:,} computed",
-        "sharing": f"{total.sharing:.3f}",
-        **_account_rows(summary.account),
-        **_latency_rows(summary.latency),
-        "checkpoint": summary.checkpoint,
-    }
-    return facts_table(f"treering train: {summary.run_dir}", rows)
-
-
-def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
-    if account is None:
-        return {}
-    left_out = {"with equal rewards": "without_variance", "without reward": "reward_errors", "empty": "empty"}
-    ends = [f"{account['trained']:,} trained", *(f"{account[key]:,} {text}" for text, key in left_out.items())]
-    if account["unscored"]:
-        ends.append(f"{account['unscored']:,} unscored")
-    deaths = (
-        f"{account['worker_deaths']} workers ({account['sampled_again']:,} rollouts sampled again), "
-        f"{account['reward_worker_deaths'] + account['reward_workers_stopped']} reward workers "
-        f"({account['evaluated_again']:,} evaluated again), "
-        f"{account['trainer_deaths']} trainers ({account['steps_trained_again']:,} steps trained again)"
-    )
-    elsewhere = f"{account['stolen']:,} started, {account['moved']:,} continued on another worker than assigned"
-    return {
-        "account": f"{account['scheduled']:,} scheduled = {' + '.join(ends)}",
-        "elsewhere": elsewhere,
-        "deaths": deaths,
-    }
-
-
-def _latency_rows(latency: Mapping[str, float] | None) -> dict[str, str]:
-    if latency is None:
-        return {}
-    milliseconds = {name: f"{1e3 * seconds:,.3g} ms" for name, seconds in latency.items()}
-    return {
-        "scheduled by": f"passes of {milliseconds['step_s']} + {milliseconds['row_s']} a row, weights in "
-        f"{milliseconds['load_s']}, updates of {milliseconds['training_s']} (measured)"
-    }
 
 
 def _reward_of_epoch(reports: Sequence[RlStepReport], epoch: int) -> float | None:
