@@ -6,17 +6,18 @@ import platform
 import re
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from treering.cli.display import PlainConsole
+from treering.cli.display import PlainConsole, facts_table
 from treering.cli.options import JsonOutput
 from treering.errors import TreeringError, plural
 from treering.extras import TRAIN, install_hint, is_installed, require, requirements, satisfies, versions_of
+
+if TYPE_CHECKING:
+    from treering.attention import AttentionShape, Backend
 
 EXIT_FAULT = 1
 
@@ -127,89 +128,74 @@ def check_backends() -> dict[str, Any]:
     import torch
 
     from treering.attention import BACKENDS, AttentionShape, choose_backend
-    from treering.attention.dispatch import check_backend
 
     tried, choices = [], []
-    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    for device in devices if torch.cuda.is_available() else ["cpu"]:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device in ["cpu", *(f"cuda:{index}" for index in range(num_devices))]:
         num_heads, num_key_heads, head_size, dtypes = _SHAPES[device.partition(":")[0]]
         for dtype in dtypes:
             shape = AttentionShape(num_heads, num_key_heads, head_size, getattr(torch, dtype), torch.device(device))
             # The others are compared with the reference.
-            for backend in BACKENDS:
-                if backend == "reference":
-                    continue
-                row: dict[str, Any] = {"device": device, "dtype": dtype, "backend": backend}
-                row |= {"has_passed": None, "error": None, "tolerance": None}
+            for backend in [each for each in BACKENDS if each != "reference"]:
                 started = time.perf_counter()
-                try:
-                    found = check_backend(backend, shape)
-                    row |= {"has_passed": found.has_passed, "error": found.error, "tolerance": found.tolerance}
-                    row["words"] = found.leak or (
-                        "forward and backward" if found.has_gradients else "forward; no backward here"
-                    )
-                except TreeringError as refusal:
-                    row["words"] = str(refusal)
-                except Exception as failure:
-                    # Kernel compilers may raise anything, and the other backends must still be checked.
-                    words = " ".join(str(failure).split())[:300]
-                    row |= {"has_passed": False, "words": f"{type(failure).__name__}: {words}"}
+                row = {"device": device, "dtype": dtype, "backend": backend, **_check(backend, shape)}
                 tried.append({**row, "seconds": time.perf_counter() - started})
             choice = choose_backend("auto", shape)
             choices.append({"device": device, "dtype": dtype, "attention": f"{choice.backend} ({choice.reason})"})
     return {"backends": tried, "choices": choices}
 
 
+def _check(backend: "Backend", shape: "AttentionShape") -> dict[str, Any]:
+    from treering.attention.dispatch import check_backend
+
+    unknown = {"has_passed": None, "error": None, "tolerance": None}
+    try:
+        found = check_backend(backend, shape)
+    except TreeringError as refusal:
+        return {**unknown, "words": str(refusal)}
+    except Exception as failure:
+        # Kernel compilers may raise anything, and the other backends must still be checked.
+        words = " ".join(str(failure).split())[:300]
+        return {**unknown, "has_passed": False, "words": f"{type(failure).__name__}: {words}"}
+    words = found.leak or ("forward and backward" if found.has_gradients else "forward; no backward here")
+    return {"has_passed": found.has_passed, "error": found.error, "tolerance": found.tolerance, "words": words}
+
+
 def _print(report: dict[str, Any], console: Console) -> None:
-    verdicts: dict[bool | None, str | Text]
-    table = _table("Packages", "package", "installed", "tested with", "")
-    verdicts = {True: "supported", False: Text("not a tested release", "yellow"), None: ""}
-    for each in report["packages"]:
-        missing = "host, not installed" if each["name"] in HOSTS else "not installed"
-        verdict = missing if each["installed"] is None else verdicts[each["is_supported"]]
-        table.add_row(each["name"], each["installed"] or "-", each["needed"] or "any", verdict)
-    console.print(table)
-    _print_machine(report["machine"], console)
-    if "backends" not in report:
-        words = f"attention: not checked, because torch is missing: {install_hint('train')}"
-        console.print(words)
-        return
-    table = _table("Attention backends, compared with the reference", *("device", "dtype", "backend", ""))
-    for column in ("error", "limit", ""):
-        table.add_column(column, overflow="fold")
-    verdicts = {True: "passed", False: Text("wrong", "red"), None: "refused"}
-    for row in report["backends"]:
-        numbers = ("-", "-") if row["error"] is None else (f"{row['error']:.1e}", f"{row['tolerance']:.1e}")
-        # Show the reason of a refusal; the fix is in the JSON.
-        words = re.split(": choose|; to test", row["words"])[0] if row["has_passed"] is None else row["words"]
-        table.add_row(row["device"], row["dtype"], row["backend"], verdicts[row["has_passed"]], *numbers, words)
-    console.print(table)
-    for choice in report["choices"]:
-        console.print(f"{choice['device']} in {choice['dtype']}: attention {choice['attention']}")
-    if "run" in report:
-        table = _table("Run folder", "file", "", "holds")
-        for file in report["run"]["files"]:
-            verdict = "whole" if file["damage"] is None else Text("damaged", "red")
-            table.add_row(file["name"], verdict, file["damage"] or file["words"])
-        console.print(table)
-        console.print(f"next start: {report['run']['resume']}")
-        console.print(f"train-inference mismatch: {report['mismatch']['words']}")
-
-
-def _print_machine(machine: dict[str, Any], console: Console) -> None:
+    console.print(facts_table("Packages", {each["name"]: _release(each) for each in report["packages"]}))
+    machine = report["machine"]
     threads = "" if machine["num_threads"] is None else f", {plural(machine['num_threads'], 'torch thread')}"
     free = "" if machine["free_bytes"] is None else f", {machine['free_bytes'] / 2**30:.1f} GiB of memory free"
     console.print(f"{machine['system']}; {plural(machine['num_cores'], 'core')}{threads}{free}")
     for name, (free_bytes, total_bytes) in machine["devices"].items():
         console.print(f"{name}: {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free")
-    for name, value in machine["settings"].items():
-        console.print(f"{name}={value}")
-    for advice in machine["advice"]:
-        console.print(advice, style="yellow")
+    for line in [*(f"{name}={value}" for name, value in machine["settings"].items()), *machine["advice"]]:
+        console.print(line)
+    if "backends" not in report:
+        console.print(f"attention: not checked, because torch is missing: {install_hint('train')}")
+        return
+    backends = {f"{row['backend']}, {row['device']}, {row['dtype']}": _verdict(row) for row in report["backends"]}
+    console.print(facts_table("Attention backends, compared with the reference", backends))
+    for choice in report["choices"]:
+        console.print(f"{choice['device']} in {choice['dtype']}: attention {choice['attention']}")
+    if "run" in report:
+        files = report["run"]["files"]
+        words = {file["name"]: f"damaged: {file['damage']}" if file["damage"] else file["words"] for file in files}
+        console.print(facts_table("Run folder", words))
+        console.print(f"next start: {report['run']['resume']}")
+        console.print(f"train-inference mismatch: {report['mismatch']['words']}")
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def _release(package: dict[str, Any]) -> str:
+    if package["installed"] is None:
+        return "host, not installed" if package["name"] in HOSTS else "not installed"
+    other = ", not a tested release" if package["is_supported"] is False else ""
+    return f"{package['installed']}{other}; tested with {package['needed'] or 'any'}"
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if row["has_passed"] is None:
+        # Show the reason of a refusal; the fix is in the JSON.
+        return f"refused: {re.split(': choose|; to test', row['words'])[0]}"
+    figures = "" if row["error"] is None else f", error {row['error']:.1e} of at most {row['tolerance']:.1e}"
+    return f"{'passed' if row['has_passed'] else 'wrong'}: {row['words']}{figures}"
