@@ -11,7 +11,6 @@ from rich.table import Table
 
 from treering.cli.display import PlainConsole, WorkProgress, duration, figures_table
 from treering.errors import ConfigError, InputError, plural
-from treering.schedule.calibration import calibrate, share_moved_up
 from treering.schedule.cluster import Cluster, linear_latency
 from treering.schedule.histopipe import POLICIES, make_policy
 from treering.schedule.rehearsed import RehearsedTimeline, choose_rehearsals, draw_changes, simulate_rehearsed
@@ -39,8 +38,6 @@ NOISE = 0.25
 ROLLOUTS = 4096
 STEPS = 12
 """Defaults of options that are None unless given."""
-
-_BAR_WIDTH = 12
 
 Case = tuple[Trace, Cluster]
 """A trace and its workers."""
@@ -75,7 +72,7 @@ def run(options: "SimulateOptions") -> None:
         "with the bound at its own staleness."
     )
     about_rehearsals = [] if options.rehearse is None else [answer_of_rehearsals(rows, options.rehearse)]
-    for sentence in (answer(rows), *about_rehearsals, bound, about_predictions(trace)):
+    for sentence in (answer(rows), *about_rehearsals, bound):
         console.print(sentence)
 
 
@@ -189,11 +186,9 @@ def _row(name: str, staleness: int, timelines: Sequence[Timeline], sync: Sequenc
 
 
 def as_table(rows: Sequence[Row], *, title: str, num_seeds: int) -> Table:
-    """Make a table with a row per policy and a bar as long as its speedup; for several seeds also the worst speedup."""
+    """Make a table with a row per policy; for several seeds also the worst speedup."""
     names = ["stale", "time", "of bound", "idle", "speedup", *(["worst"] if num_seeds > 1 else [])]
     table = figures_table(title, ["policy", *names])
-    table.add_column("", no_wrap=True, overflow="crop")
-    longest = max(row["speedup_over_sync"] for row in rows)
     for row in rows:
         cells = [
             row["policy"],
@@ -204,8 +199,7 @@ def as_table(rows: Sequence[Row], *, title: str, num_seeds: int) -> Table:
             f"{row['speedup_over_sync']:.2f}x",
             *([f"{row['worst_speedup_over_sync']:.2f}x"] if num_seeds > 1 else []),
         ]
-        bar = f" {_bar(row['speedup_over_sync'] / longest)}"
-        table.add_row(*cells, bar, style="bold" if row["policy"] == OURS else None)
+        table.add_row(*cells, style="bold" if row["policy"] == OURS else None)
     return table
 
 
@@ -240,27 +234,6 @@ def answer_of_rehearsals(rows: Sequence[Row], change: float) -> str:
     )
 
 
-def about_predictions(trace: Trace) -> str:
-    """Describe in a sentence how good a trace's predictions are."""
-    predicted = np.concatenate([step.forecast.lengths for step in trace.steps])
-    actual = np.concatenate([step.lengths for step in trace.steps])
-    figures = calibrate(predicted, actual)
-    sizes = np.array([step.num_rollouts for step in trace.steps])
-    shares = [share_moved_up(step.forecast.lengths, step.lengths) for step in trace.steps]
-    moved_up = float(np.average(shares, weights=sizes))
-    waits = ""
-    if trace.has_waits:
-        turns = [step.turns for step in trace.steps if step.turns is not None]
-        count = np.concatenate([each.num_turns for each in turns]).mean()
-        mean_s = float(np.concatenate([each.total_wait_s for each in turns]).mean())
-        waits = f" A rollout has {count:.1f} turns and waits for {as_time(mean_s)} on average."
-    return (
-        f"Predictions: sigma {figures.sigma:.2f} and bias {figures.bias:+.2f} of the log ratio, rank correlation "
-        f"{figures.spearman:.2f}; {moved_up:.0%} of a step's rollouts are in a longer one of 8 groups than predicted."
-        f"{waits}"
-    )
-
-
 def as_time(time_s: float) -> str:
     """Write a time in readable units, with at least three digits.
 
@@ -268,13 +241,3 @@ def as_time(time_s: float) -> str:
     ('7.03 s', '3 min 23 s', '11 h 14 min')
     """
     return f"{time_s:.3g} s" if time_s < 100 else duration(time_s)
-
-
-def _bar(share: float) -> str:
-    """Draw a bar of a share of the full width, in eighths of a character.
-
-    >>> _bar(0.25)
-    '███'
-    """
-    eighths = round(share * _BAR_WIDTH * 8)
-    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()
