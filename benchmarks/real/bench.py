@@ -31,7 +31,7 @@ from benchmarks.real.sft import WEIGHTS, measure_sft, recorded_agents
 from benchmarks.real.tasks import TASKS
 from treering.cli.demo import DemoSize
 from treering.cli.display import PlainConsole
-from treering.cli.fetch import SMOLLM2, fetched
+from treering.cli.fetch import fetched
 
 NOTE = "hours on two cores with all parts and seeds; --only grpo,exact --seeds 1 names some"
 TABLES = {
@@ -56,7 +56,7 @@ def measure(
     on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
     """Runs the parts that `folder` does not hold yet, and puts together all that it holds."""
-    model, size = fetched(SMOLLM2, PlainConsole(quiet=True)), replace(SIZE, num_prompts=num_prompts)
+    model, size = fetched(PlainConsole(quiet=True)), replace(SIZE, num_prompts=num_prompts)
     parts = chosen(only, PARTS)
     if "grpo" in parts:
         # Seed by seed, so that a run that is ended has whole ones.

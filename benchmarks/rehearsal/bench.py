@@ -28,7 +28,7 @@ from benchmarks.real.tasks import write_task
 from benchmarks.rehearsal.change import NUM_UPDATES, RATES, Policy, of_rate
 from treering.cli.demo import DemoSize, write_config
 from treering.cli.display import PlainConsole
-from treering.cli.fetch import SMOLLM2, fetched
+from treering.cli.fetch import fetched
 from treering.cli.train import open_training
 from treering.config import RlConfig, load
 from treering.engine.torch_engine import TorchEngine
@@ -58,7 +58,7 @@ def measure(
     *, only: Sequence[str] = (), seed: int = 0, folder: Path = Path("runs/rehearsal"), on_progress: OnProgress = silent
 ) -> dict[str, Any]:
     """Run the parts that `folder` does not hold yet, and put together all that it holds."""
-    model = fetched(SMOLLM2, PlainConsole(quiet=True))
+    model = fetched(PlainConsole(quiet=True))
     parts = chosen(only, PARTS)
     if "change" in parts:
         start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()

