@@ -8,7 +8,7 @@ import pytest
 from tests.report.folders import CONFIG, group, rollout, write_run
 from treering.data import Trajectory, write_trajectories
 from treering.data.trajectory import CallSpan, EpisodePart, Turn
-from treering.report.content import MAX_DRAWN_EPISODES, bounds_of, draw, episodes_of, token_origins
+from treering.report.content import MAX_DRAWN_EPISODES, bounds_of, draw, episodes_of, token_origins, trained_groups
 from treering.report.rollout_views import MAX_DRAWN_TOKENS, choose_prompts, read_newest
 from treering.tree.forest import Forest
 from treering.types import ModelShape
@@ -55,7 +55,7 @@ def test_a_segment_has_the_mean_advantage_of_its_branches() -> None:
 
 def test_the_bounds_are_those_of_the_trained_groups() -> None:
     alike = [rollout("c", 0, [1, 2, 3, 4], reward=1.0, advantage=0.0) for _ in range(4)]
-    found = bounds_of([group("a", 0), alike], SHAPE)
+    found = bounds_of(trained_groups([*group("a", 0), *alike]), SHAPE)
     assert found["token_bound"] == pytest.approx((9 + 8 + 7) / 16)
     assert 1.0 < found["flop_bound"] < found["token_bound"]
 

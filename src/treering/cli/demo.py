@@ -9,7 +9,7 @@ import platform
 import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,7 +33,6 @@ from treering.config import RlConfig, load
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimOptions
 from treering.config.sft_config import SftOptions
-from treering.data import Trajectory
 from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
@@ -42,13 +41,14 @@ from treering.files.writing import write_text, writing
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import propose
 from treering.history.store.store import HistoryStore
+from treering.report.content import forest_of, trained_groups
+from treering.report.rollout_views import tokens_of
 from treering.report.run_data import DEMO_FILE, LOCK_FILE, SIDES, Side
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.sums import ChainedSums
 from treering.train.loop.checkpoint import num_tensor_bytes, raising_disk_errors
 from treering.train.loop.compute import fitting_threads
 from treering.train.loop.sft_loop import SftLoop
-from treering.tree.forest import Forest
 from treering.tree.radix import fill_forest
 from treering.tree.stats import Work, flat_work, tree_work, work_bounds
 from treering.types import read_shape
@@ -69,7 +69,6 @@ _NUM_CHECKED = 128
 OnStep = Callable[[int, float], None]
 """Called after each step with its number and the last measured accuracy."""
 START_FOLDER = "start"
-_NO_WORK = Work(num_tokens=0, num_pairs=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,22 +122,6 @@ class DemoStart:
     """Supervised steps before both runs."""
     warm_accuracy: float | None = None
     """Share of right answers after them; None without them."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Comparison:
-    """Steps of both runs, side by side."""
-
-    num_parameters: int = 0
-    num_threads: int = 1
-    """Threads of training and sampling."""
-    reports: dict[Side, list[RlStepReport]] = field(default_factory=lambda: {side: [] for side in SIDES})
-    flat: Work = _NO_WORK
-    """Work of the plain side's training."""
-    tree: Work = _NO_WORK
-    """Work of the same training as trees."""
-    first_difference: int | None = None
-    """First step at which any token of the two runs differs; None if none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,12 +209,58 @@ def measure_real(out: Path, size: DemoSize, *, seed: int, console: Console) -> D
 
 
 def _measure_from(start: DemoStart, out: Path, size: DemoSize, *, seed: int, console: Console) -> DemoReport:
-    with RunDisplay(title=f"{out}/treering", num_steps=size.num_steps, first_step=0, console=console) as display:
-        compared = compare(out, size, start.sections, seed=seed, on_step=lambda so_far: _show(display, so_far))
-    report = make_report(start, size, compared, seed=seed)
+    """Train one model in `out/plain` and `out/treering`, step by step in turn, and report on both."""
+    steps: dict[Side, list[RlStepReport]] = {side: [] for side in SIDES}
+    flat = tree = Work(num_tokens=0, num_pairs=0)
+    first_difference = None
+    display = RunDisplay(title=f"{out}/treering", num_steps=size.num_steps, first_step=0, console=console)
+    with display, ExitStack() as stack:
+        runs: dict[Side, RlRun] = {}
+        for side in SIDES:
+            config = load(RlConfig, write_config(out, size, start.sections, side=side, seed=seed))
+            quiet = PlainConsole(quiet=True)
+            runs[side] = stack.enter_context(open_training(config, config_dir=out, console=quiet))
+        model = runs["plain"].loop.model
+        for pair in zip(*(run.steps for run in runs.values()), strict=True):
+            for side, report in zip(SIDES, pair, strict=True):
+                steps[side].append(report)
+            plain, ours = (runs[side].loop.latest for side in SIDES)
+            flat += flat_work(np.array([tokens_of(each).size for group in trained_groups(plain) for each in group]))
+            tree += tree_work(forest_of(group) for group in trained_groups(ours))
+            tokens = [[tokens_of(each).tolist() for each in latest] for latest in (plain, ours)]
+            if first_difference is None and tokens[0] != tokens[1]:
+                first_difference = pair[-1].step
+            ratio = sum(each.phases.step_s for each in steps["plain"]) / sum(
+                each.phases.step_s for each in steps["treering"]
+            )
+            note = f"{ratio:.2f}x as fast as the plain loop, which runs its own step in turn"
+            display.show(pair[-1].step, f"{step_figures(pair[-1].values())} {note}")
+    plain_total, our_total = (totals(steps[side]) for side in SIDES)
+    best = work_bounds(flat, tree, read_shape(start.folder))
+    train_ratio = plain_total.train_s / our_total.train_s
+    demo_report = DemoReport(
+        seed=seed,
+        size=size,
+        num_parameters=sum(weight.numel() for weight in model.parameters()),
+        warm_steps=start.warm_steps,
+        warm_accuracy=start.warm_accuracy,
+        plain=plain_total,
+        treering=our_total,
+        rollout_ratio=plain_total.rollout_s / our_total.rollout_s,
+        train_ratio=train_ratio,
+        step_ratio=plain_total.seconds / our_total.seconds,
+        token_bound=best.token_bound,
+        flop_bound=best.flop_bound,
+        share_of_flop_bound=train_ratio / best.flop_bound,
+        first_difference=first_difference,
+        num_steps=len(steps["plain"]),
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        num_threads=fitting_threads(model) or torch.get_num_threads(),
+        versions=versions_of(("torch", "transformers", "numpy", "numba")),
+    )
     with writing(out / DEMO_FILE):
-        write_text(out / DEMO_FILE, json.dumps(asdict(report), indent=2) + "\n")
-    return report
+        write_text(out / DEMO_FILE, json.dumps(asdict(demo_report), indent=2) + "\n")
+    return demo_report
 
 
 def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float) -> DemoStart:
@@ -258,13 +287,6 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
         warm_steps=start.num_steps,
         warm_accuracy=start.accuracy,
     )
-
-
-def _show(display: RunDisplay, compared: Comparison) -> None:
-    plain, ours = compared.reports["plain"], compared.reports["treering"]
-    ratio = sum(each.phases.step_s for each in plain) / sum(each.phases.step_s for each in ours)
-    note = f"{ratio:.2f}x as fast as the plain loop, which runs its own step in turn"
-    display.show(ours[-1].step, f"{step_figures(ours[-1].values())} {note}")
 
 
 def _free_folder() -> Path:
@@ -374,38 +396,6 @@ def write_real_task(out: Path, model: Path, size: DemoSize, *, seed: int) -> Dem
     )
 
 
-def compare(
-    out: Path, size: DemoSize, own: Sections, *, seed: int, on_step: Callable[[Comparison], None]
-) -> Comparison:
-    """Train one model in `out/plain` and `out/treering`; `own` has the settings of model and task."""
-    result = Comparison()
-    with ExitStack() as stack:
-        runs: dict[Side, RlRun] = {
-            side: stack.enter_context(
-                open_training(
-                    load(RlConfig, write_config(out, size, own, side=side, seed=seed)),
-                    config_dir=out,
-                    console=PlainConsole(quiet=True),
-                )
-            )
-            for side in SIDES
-        }
-        model = runs["plain"].loop.model
-        result.num_parameters = sum(weight.numel() for weight in model.parameters())
-        result.num_threads = fitting_threads(model) or torch.get_num_threads()
-        for plain, ours in zip(runs["plain"].steps, runs["treering"].steps, strict=True):
-            result.reports["plain"].append(plain)
-            result.reports["treering"].append(ours)
-            latest = {side: run.loop.latest for side, run in runs.items()}
-            lengths = [forest.branch_length for forest in _forests(latest["plain"])]
-            result.flat += flat_work(np.concatenate([np.zeros(0, np.int64), *lengths]))
-            result.tree += tree_work(_forests(latest["treering"]))
-            if result.first_difference is None and _tokens(latest["plain"]) != _tokens(latest["treering"]):
-                result.first_difference = ours.step
-            on_step(result)
-    return result
-
-
 def write_config(out: Path, size: DemoSize, own: Sections, *, side: Side, seed: int) -> Path:
     """Write the configuration of one side for `treering train`; the sides differ in two settings."""
     ours = side == "treering"
@@ -427,54 +417,6 @@ def write_config(out: Path, size: DemoSize, own: Sections, *, side: Side, seed: 
         text = [section(name, [pair(*each) for each in settings.items()]) for name, settings in sections.items()]
         file.write_text("".join(text), encoding="utf-8")
     return file
-
-
-def _forests(trajectories: list[Trajectory]) -> list[Forest]:
-    """Return the trees that a step trained: one per group with different rewards."""
-    groups: dict[object, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.task_id, []).append(trajectory)
-    return [
-        Forest.from_sequences([_ids(member) for member in group])
-        for group in groups.values()
-        if any(member.advantage for member in group)
-    ]
-
-
-def _ids(trajectory: Trajectory) -> Any:
-    assert trajectory.tokens is not None
-    return trajectory.tokens
-
-
-def _tokens(trajectories: list[Trajectory]) -> list[list[int]]:
-    return [_ids(trajectory).tolist() for trajectory in trajectories]
-
-
-def make_report(start: DemoStart, size: DemoSize, compared: Comparison, *, seed: int) -> DemoReport:
-    """Return the report of two finished runs."""
-    plain, ours = totals(compared.reports["plain"]), totals(compared.reports["treering"])
-    best = work_bounds(compared.flat, compared.tree, read_shape(start.folder))
-    train_ratio = plain.train_s / ours.train_s
-    return DemoReport(
-        seed=seed,
-        size=size,
-        num_parameters=compared.num_parameters,
-        warm_steps=start.warm_steps,
-        warm_accuracy=start.warm_accuracy,
-        plain=plain,
-        treering=ours,
-        rollout_ratio=plain.rollout_s / ours.rollout_s,
-        train_ratio=train_ratio,
-        step_ratio=plain.seconds / ours.seconds,
-        token_bound=best.token_bound,
-        flop_bound=best.flop_bound,
-        share_of_flop_bound=train_ratio / best.flop_bound,
-        first_difference=compared.first_difference,
-        num_steps=len(compared.reports["plain"]),
-        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        num_threads=compared.num_threads,
-        versions=versions_of(("torch", "transformers", "numpy", "numba")),
-    )
 
 
 def as_table(report: DemoReport) -> Table:

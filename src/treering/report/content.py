@@ -209,10 +209,7 @@ def _bounds(run: RunData, rollouts: Rollouts, notes: list[str]) -> list[dict[str
     except TreeringError as error:
         notes.append(f"The FLOP bound is not known: {error}")
         return []
-    return [
-        {"epoch": epoch, **bounds_of(list(groups_of(found).values()), shape)}
-        for epoch, found in rollouts.epochs.items()
-    ]
+    return [{"epoch": epoch, **bounds_of(trained_groups(found), shape)} for epoch, found in rollouts.epochs.items()]
 
 
 def tiles_of(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -291,7 +288,7 @@ def draw(group: Sequence[Trajectory]) -> dict[str, Any]:
     Example: [5, 6, 7] and [5, 6, 8, 9] give a segment of 2 tokens over both rows, and segments of 1 and 2 tokens at
     depth 2, each in its own row.
     """
-    forest = Forest.from_sequences([tokens_of(each) for each in group])
+    forest = forest_of(group)
     bars = place_bars(forest)
     advantages = [mean_advantage(each) for each in group]
     return {
@@ -322,15 +319,23 @@ def mean_advantage(trajectory: Trajectory) -> float | None:
     return float(values.mean()) if values.size else 0.0
 
 
+def trained_groups(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Return the rollouts of each prompt whose rewards differ."""
+    return [group for group in groups_of(trajectories).values() if any(map(mean_advantage, group))]
+
+
+def forest_of(group: Sequence[Trajectory]) -> Forest:
+    """Return the tree of a prompt's rollouts, or of an episode's branches."""
+    return Forest.from_sequences([tokens_of(each) for each in group])
+
+
 def bounds_of(groups: Sequence[Sequence[Trajectory]], shape: ModelShape) -> dict[str, float]:
-    """Return the token bound and the FLOP bound of training the groups whose rewards differ as trees.
+    """Return the token bound and the FLOP bound of training groups as trees.
 
     Example: a prompt of 1,024 tokens with 8 responses of 64 has a token bound of 5.67.
     """
-    trained = [group for group in groups if any(mean_advantage(each) for each in group)]
-    forests = [Forest.from_sequences([tokens_of(each) for each in group]) for group in trained]
-    flat = flat_work(np.array([tokens_of(each).size for group in trained for each in group], np.int64))
-    found = work_bounds(flat, tree_work(forests), shape)
+    flat = flat_work(np.array([tokens_of(each).size for group in groups for each in group], np.int64))
+    found = work_bounds(flat, tree_work(map(forest_of, groups)), shape)
     return {"token_bound": found.token_bound, "flop_bound": found.flop_bound}
 
 
@@ -455,7 +460,7 @@ def episodes_of(trajectories: Sequence[Trajectory], text_of: Callable[[int], str
 def _drawn(branches: Sequence[Trajectory], text_of: Callable[[int], str] | None) -> dict[str, Any]:
     parts = [_part(each) for each in branches]
     agents = list(dict.fromkeys(part.agent for part in parts))
-    forest = Forest.from_sequences([tokens_of(each) for each in branches])
+    forest = forest_of(branches)
     owner, call = np.full(forest.num_tokens, _READ), np.full(forest.num_tokens, _READ)
     for branch, part in enumerate(parts):
         path = forest.path(branch)
