@@ -61,10 +61,7 @@ def test_a_file_for_trajectories_trains_as_it_is(folder, monkeypatch, capsys):
     text = (folder / "sft.toml").read_text()
     words = " ".join(text.replace("\n#", "").split())
     # The first four of five tokens of each task are shared.
-    assert (
-        "Format treering: 40 trajectories of 20 tasks with 200 tokens, of which 120 are distinct (sharing 0.40)"
-        in words
-    )
+    assert "40 trajectories of 20 tasks with 200 tokens, of which 120 are distinct (sharing 0.40)" in words
     assert "The longest sequence has 5 tokens, the largest tree 6 distinct" in words
     settings = tomllib.loads(text)
     assert settings["data"] == {"files": ["traces.jsonl"]}

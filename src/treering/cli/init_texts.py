@@ -7,15 +7,12 @@ from typing import Any
 
 from treering.cli.corpus import load_corpus
 from treering.cli.hub import find_folder
-from treering.cli.inspect.file_report import FileReport
 from treering.cli.inspect.inspect_options import InspectOptions
 from treering.cli.inspect.run_inspect import inspect_files, verdict
 from treering.cli.toml import comments, pair, section
 from treering.config.sft_config import DataConfig
 from treering.data import FormatName, Template
 from treering.data.cache.folder import cache_folder
-from treering.data.formats.containers import read_records
-from treering.data.formats.reader import detect
 from treering.errors import ConfigError, InputError, UnsupportedError, plural
 from treering.families import find_family
 from treering.files.writing import read_object
@@ -92,30 +89,21 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
             f"{file} has the token id {report.largest_id}, but those of {model.name} end at {model.vocab_size - 1}; "
             "name the model whose tokenizer made them"
         )
+    shape = DEFAULT_SHAPE if model.shape == DEFAULT_SHAPE else model.name
     chosen = [pair(key, value, _NOTES.get(key, "")) for key, value in settings.items() if value != "auto"]
     return "".join(
         [
-            comments(_found(report, file, model, format)),
             comments(
-                f"The longest sequence has {report.longest:,} tokens, the largest tree {report.largest_tree:,} "
-                "distinct ones."
+                f"{plural(report.trajectories, 'trajectory', 'trajectories')} of {plural(report.tasks, 'task')} with "
+                f"{report.flat_tokens:,} tokens, of which {report.unique_tokens:,} are distinct (sharing "
+                f"{report.sharing:.2f}). {verdict(report, shape)} The longest sequence has {report.longest:,} tokens, "
+                f"the largest tree {report.largest_tree:,} distinct ones."
             ),
             section("model", _model(model)),
             section("data", [pair("files", [named]), *chosen]),
             _train(num_tasks),
             section("run", [pair("dir", run_dir, "Checkpoints and metrics. The same command resumes a stopped run.")]),
         ]
-    )
-
-
-def _found(report: FileReport, file: Path, model: ModelFacts, format: FormatName) -> str:
-    name = detect(first) if format == "auto" and isinstance(first := next(read_records(file))[1], dict) else format
-    return (
-        f"Format {name}: {plural(report.trajectories, 'trajectory', 'trajectories')} "
-        f"of {plural(report.tasks, 'task')} "
-        f"with {report.flat_tokens:,} "
-        f"tokens, of which {report.unique_tokens:,} are distinct (sharing {report.sharing:.2f}). "
-        f"{verdict(report, DEFAULT_SHAPE if model.shape == DEFAULT_SHAPE else model.name)}"
     )
 
 

@@ -8,7 +8,7 @@ from treering import metrics
 from treering.cli.toml import pair, section
 from treering.errors import TreeringError
 from treering.extras import versions_of
-from treering.report.run_data import Row, RunData, figures, held_out, number, read_run, section_of, total
+from treering.report.run_data import Row, RunData, figures, held_out, number, read_run, section_of
 
 _HERE = "path/to/this/folder"
 _PACKAGES = ("treering", "torch", "transformers", "peft", "vllm")
@@ -86,21 +86,13 @@ def _facts(config: Mapping[str, Any], turns: str | None) -> dict[str, str]:
 
 
 def _measured(rows: list[Row]) -> dict[str, str]:
-    found = figures(rows)
-    losses = [value for row in rows if (value := number(row.get(metrics.LOSS))) is not None]
-    rewards = [value for row in rows if (value := number(row.get(metrics.REWARD_MEAN))) is not None]
     measured = {}
-    if rewards:
-        measured["mean reward"] = f"{rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last"
-    if losses:
-        measured["loss"] = f"{losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last"
-    measured |= held_out(rows)
-    if found["sharing"] is not None:
-        flat, computed = total(rows, metrics.NUM_BRANCH_TOKENS), total(rows, metrics.NUM_TOKENS)
-        measured["sharing"] = f"{found['sharing']:.3f}: {computed:,.0f} tokens were computed for {flat:,.0f}"
-    if found["tokens_per_forward"] is not None:
-        measured["tokens per forward"] = f"{found['tokens_per_forward']:.2f} of a rollout, drafts included"
-    return measured
+    for words, name in (("mean reward", metrics.REWARD_MEAN), ("loss", metrics.LOSS)):
+        values = [value for row in rows if (value := number(row.get(name))) is not None]
+        if values:
+            measured[words] = f"{values[0]:.4f} in the first step, {values[-1]:.4f} in the last"
+    sharing = figures(rows)["sharing"]
+    return measured | held_out(rows) | ({} if sharing is None else {"sharing": f"{sharing:.3f}"})
 
 
 def _loading(config: Mapping[str, Any], *, has_tokenizer: bool, takes_images: bool) -> str:

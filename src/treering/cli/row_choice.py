@@ -1,14 +1,12 @@
 """Choose the rows that `treering sft` trains on, by length and reward, and count them in notes."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from math import inf
 
 from treering.config.sft_config import DataConfig
 from treering.data.trajectory import RenderedTrajectory, cut_images
 from treering.errors import InputError, plural
-
-_NUM_REWARDS_SHOWN = 4
 
 
 class RowChoice:
@@ -22,7 +20,8 @@ class RowChoice:
         self._num_rows = self._num_overlong = self._num_low = self._num_unknown = 0
         self.num_untrained = 0
         """Number of rows that were cut before their first trained token."""
-        self._rewards: Counter[float] = Counter()
+        self._num_rewards = 0
+        self._least, self._most = inf, -inf
 
     def rows(self, rows: Iterable[RenderedTrajectory], location_of: Callable[[int], str]) -> list[RenderedTrajectory]:
         """Return the rows to train on; cut rows are shorter.
@@ -39,8 +38,12 @@ class RowChoice:
     def notes(self) -> list[str]:
         """Return notes on what was dropped or cut, and on rewards that no setting uses."""
         found = self.losses()
-        if self._rewards and self._config.min_reward is None:
-            found.insert(0, f"{self._seen_rewards()}; all are trained alike, data.min_reward keeps the best")
+        if self._num_rewards and self._config.min_reward is None:
+            seen = plural(self._num_rewards, "sequence has a reward", "sequences have rewards")
+            found.insert(
+                0,
+                f"{seen}, {self._least:g} to {self._most:g}; all are trained alike, data.min_reward keeps the best",
+            )
         return found
 
     def losses(self) -> list[str]:
@@ -67,7 +70,8 @@ class RowChoice:
         if row.reward is None:
             self._num_unknown += least is not None
             return least is None
-        self._rewards[row.reward] += 1
+        self._num_rewards += 1
+        self._least, self._most = min(self._least, row.reward), max(self._most, row.reward)
         is_low = least is not None and row.reward < least
         self._num_low += is_low
         return not is_low
@@ -87,15 +91,6 @@ class RowChoice:
         cut = _cut(row, limit)
         self.num_untrained += bool(row.loss_mask[1:].any()) and not (cut is not None and cut.loss_mask[1:].any())
         return cut
-
-    def _seen_rewards(self) -> str:
-        rewards, unknown = self._rewards, self._num_rows - self._rewards.total()
-        if len(rewards) <= _NUM_REWARDS_SHOWN:
-            parts = [f"{value:g} ({count:,})" for value, count in sorted(rewards.items())]
-        else:
-            mean = sum(value * count for value, count in rewards.items()) / rewards.total()
-            parts = [f"{min(rewards):g} to {max(rewards):g}, mean {mean:.3g} ({rewards.total():,})"]
-        return f"rewards of sequences: {', '.join([*parts, *([f'none ({unknown:,})'] if unknown else [])])}"
 
 
 def _cut(row: RenderedTrajectory, limit: int) -> RenderedTrajectory | None:
