@@ -15,14 +15,15 @@ import numpy as np
 from benchmarks.common.progress import OnProgress
 from benchmarks.real.tasks import write_task
 from treering import metrics
+from treering.analysis.recording import record
 from treering.analysis.replay import replay
 from treering.cli.demo import SIDES, DemoSize, Side, write_config
-from treering.cli.display import PlainConsole, WorkProgress
-from treering.cli.inspect.drafts import read_rollouts
-from treering.cli.inspect.inspect_options import InspectOptions
+from treering.cli.display import PlainConsole
+from treering.cli.inspect.drafts import rollout_files
 from treering.cli.train import open_training
 from treering.cli.train_report import RlRun
 from treering.config import RlConfig, load
+from treering.data import read_trajectories, render
 from treering.report.run_data import read_run
 from treering.rl.step_report import RlStepReport
 
@@ -142,9 +143,8 @@ def _summary(rows: Sequence[Mapping[str, Any]], run: Path) -> dict[str, Any]:
 
 def drafts_by_source(run: Path) -> dict[str, list[float]]:
     """Tokens per verification step by epoch when a run's rollouts are replayed with drafts of one source alone."""
-    with WorkProgress(PlainConsole(quiet=True)) as progress:
-        rollouts = read_rollouts(InspectOptions(files=[run]), progress)
-    recorded = rollouts.record(rollouts.outline)
+    rollouts = [each for file in rollout_files(run) for each in read_trajectories(file)]
+    recorded = record(rollouts, render(rollouts))
     settings = {source: {"sources": (source,), "min_acceptance": 0.4} for source in SOURCES}
     settings["all"] = {"min_acceptance": 0.4}
     return {

@@ -108,7 +108,7 @@ def test_a_sample_is_whole_prompts_and_is_reported(
 
 def test_settings_are_those_of_the_run(folder: Path) -> None:
     config = RlConfig.model_validate({"rl": {"num_steps": 1}, "history": {"drafts": "off", "sources": []}})
-    assert inspect_drafts(InspectOptions(files=[folder])).verify_cost == config.history.min_acceptance
+    assert inspect_drafts(InspectOptions(files=[folder]))["verify_cost"] == config.history.min_acceptance
     written = config.model_dump(mode="json")
     assert drafter_settings(written)["max_draft"] == config.history.max_draft
     assert drafter_settings(written)["sources"] == SOURCES, "a replay says what drafts would have done"

@@ -1,10 +1,10 @@
 """Replay logged rollouts: measure how many tokens drafts from earlier rollouts save."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 from rich.console import Console
@@ -46,100 +46,45 @@ NOTE = (
 """The limit of a replay, printed with every report."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RolloutOutline:
-    """Outline of the rollouts of files; tokens are read when needed."""
-
-    outline: Outline
-    order: Literal["epochs", "file"]
-    """Order of the rollouts."""
-    datasets: tuple[TokenDataset, ...]
-
-    def record(self, chosen: Outline) -> Recorded:
-        """Return the recording of a part of the outline."""
-        bounds = np.cumsum([0, *(dataset.num_rows for dataset in self.datasets)])
-
-        def tokens_of(row: int) -> RenderedTrajectory:
-            number = int(np.searchsorted(bounds, row, side="right")) - 1
-            return self.datasets[number].row(row - int(bounds[number]))
-
-        return chosen.record(tokens_of)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EpochDrafts:
-    """One epoch; in file order, the rollouts with this number of earlier ones of their prompt."""
-
-    epoch: int
-    num_rollouts: int
-    drafted: dict[Look, Drafted]
-    run: dict[str, Any] | None
-    """Figures that the run logged over its steps, "tokens_per_forward" and "acceptance"; None if it logged none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DraftsReport:
-    """Result of replaying a recording."""
-
-    source: str
-    order: Literal["epochs", "file"]
-    """Whether earlier rollouts are those of earlier epochs, or of earlier lines."""
-    num_rollouts: int
-    num_recorded: int
-    """Rollouts before sampling."""
-    num_prompts: int
-    num_with_history: int
-    """Rollouts whose prompt has one in an earlier epoch."""
-    verify_cost: float
-    """Assumed cost of verifying a drafted token, as a share of a decoding step."""
-    epochs: tuple[EpochDrafts, ...]
-
-    def total(self, look: Look, epochs: Iterable[EpochDrafts] | None = None) -> Drafted:
-        """Sum over epochs, by default over all."""
-        parts = [epoch.drafted[look] for epoch in (self.epochs if epochs is None else epochs)]
-        return Drafted(**{name: sum(getattr(part, name) for part in parts) for name in Drafted.__slots__})
-
-    def speedup(self, drafted: Drafted) -> float:
-        """Return the predicted speedup of decoding.
-
-        Example: 100 tokens in 40 steps with 100 drafted ones at a cost of 0.1 take the time of 50 steps: 2.0.
-        """
-        return drafted.num_tokens / (drafted.num_steps + self.verify_cost * drafted.num_drafted)
-
-
 def run(options: InspectOptions) -> None:
     """Print the report to stdout, as JSON or as tables and sentences."""
     report = inspect_drafts(options)
     if options.json_output:
-        print(as_json(report))
+        print(json.dumps(report, indent=2, allow_nan=False))
     else:
         show(report, PlainConsole())
 
 
-def inspect_drafts(options: InspectOptions) -> DraftsReport:
+def inspect_drafts(options: InspectOptions) -> dict[str, Any]:
     """Read the rollouts of run folders or trajectory files as one recording, and replay them.
 
-    File order counts unless every line has an epoch. The drafter has the settings of the run, else its defaults; a
-    `verify_cost` also sets its `min_acceptance`.
+    File order counts unless every line has an epoch: the n-th rollout of a prompt is then of epoch n. The drafter has
+    the settings of the run, else its defaults; a `verify_cost` also sets its `min_acceptance`.
+
+    Returns:
+        `num_recorded` counts rollouts before sampling, `num_with_history` those whose prompt has one in an earlier
+        epoch. `drafted` sums over all epochs, `later` over all but the first, and `run` has what the run logged.
 
     Raises:
-        InputError: a folder without rollouts, a bad file, or no sampled token.
+        InputError: a folder without rollouts, a bad file, or no sampled token. A torn last line in a run's own file is
+            dropped with a warning.
 
     Example: two equal rollouts of 41 tokens of one prompt, with drafts of at most 64 tokens, take just over 41 steps.
     """
     folder = options.files[0]
     run = read_run(folder) if (folder / CONFIG_FILE).is_file() else None
     with WorkProgress(PlainConsole(stderr=True)) as progress:
-        rollouts = read_rollouts(options, progress)
-        recorded, order = rollouts.outline, rollouts.order
+        datasets = _read(options, progress)
+        rows = [row for dataset in datasets for row in _sampled(dataset)]
+        order = "file" if any(row.epoch is None for row in rows) else "epochs"
+        recorded = outline(rows, in_file_order=order == "file")
         weights, limit = recorded.lengths, REPLAY_TOKENS
         if options.max_rollouts is not None:
             weights, limit = np.ones_like(recorded.lengths), options.max_rollouts
-        replayed = rollouts.record(some_prompts(recorded, weights=weights, limit=limit))
+        replayed = _recording(datasets, some_prompts(recorded, weights=weights, limit=limit))
         for note in () if run is None else run.notes:
             progress.console.print(note)
-        config = {} if run is None else run.config
-        settings = {} if run is None else drafter_settings(config)
+        settings = {} if run is None else drafter_settings(run.config)
         if options.verify_cost is not None:
             settings = settings | {"min_acceptance": options.verify_cost}
         note_compiling(progress.console, propose)
@@ -149,43 +94,58 @@ def inspect_drafts(options: InspectOptions) -> DraftsReport:
             look: replay(replayed, look, max_epochs=max_epochs, settings=settings, on_tokens=on_tokens)
             for look in LOOKS
         }
-    rows = by_epoch(run.rows) if run is not None and len(options.files) == 1 else []
+    verify_cost = settings.get("min_acceptance", MIN_ACCEPTANCE)
+
+    def figures(epochs: Sequence[int]) -> dict[str, dict[str, Any]]:
+        return {look: _figures([found[epoch] for epoch in epochs], verify_cost) for look, found in drafted.items()}
+
+    rows_logged = by_epoch(run.rows) if run is not None and len(options.files) == 1 else []
     logged = {
         row["epoch"]: {name: row[name] for name in ("tokens_per_forward", "acceptance")}
-        for row in rows
+        for row in rows_logged
         if row["tokens_per_forward"] is not None
     }
     first = np.full(len(replayed.prompt_ids), np.iinfo(np.int64).max)
     np.minimum.at(first, replayed.prompts, replayed.epochs)
-    return DraftsReport(
-        source=", ".join(str(path) for path in options.files),
-        order=order,
-        num_rollouts=replayed.num_rollouts,
-        num_recorded=recorded.num_rollouts,
-        num_prompts=np.unique(replayed.prompts).size,
-        num_with_history=int((replayed.epochs > first[replayed.prompts]).sum()),
-        verify_cost=settings.get("min_acceptance", MIN_ACCEPTANCE),
-        epochs=tuple(
-            EpochDrafts(
-                epoch=epoch,
-                num_rollouts=int((replayed.epochs == epoch).sum()),
-                drafted={look: found[epoch] for look, found in drafted.items()},
-                run=logged.get(epoch),
-            )
-            for epoch in drafted["all"]
-        ),
-    )
+    epochs = list(drafted["all"])
+    return {
+        "source": ", ".join(str(path) for path in options.files),
+        "order": order,
+        "num_rollouts": replayed.num_rollouts,
+        "num_recorded": recorded.num_rollouts,
+        "num_prompts": np.unique(replayed.prompts).size,
+        "num_with_history": int((replayed.epochs > first[replayed.prompts]).sum()),
+        "verify_cost": verify_cost,
+        "num_tokens": sum(part.num_tokens for part in drafted["all"].values()),
+        "note": NOTE,
+        "drafted": figures(epochs),
+        "later": figures(epochs[1:]) if epochs[1:] else None,
+        "epochs": [
+            {
+                "epoch": epoch,
+                "num_rollouts": int((replayed.epochs == epoch).sum()),
+                "drafted": figures([epoch]),
+                "run": logged.get(epoch),
+            }
+            for epoch in epochs
+        ],
+    }
 
 
-def read_rollouts(options: InspectOptions, progress: WorkProgress) -> RolloutOutline:
-    """Return the rollouts of all files as one outline.
+def _figures(parts: Sequence[Drafted], verify_cost: float) -> dict[str, Any]:
+    """Sum counts, and predict the speedup of decoding.
 
-    If any rollout has no epoch, the n-th rollout of a prompt counts as epoch n.
-
-    Raises:
-        InputError: a folder without rollouts, a bad file, or no sampled token. A torn last line in a run's own file is
-            dropped with a warning.
+    Example: 100 tokens in 40 steps with 100 drafted ones at a cost of 0.1 take the time of 50 steps: 2.0.
     """
+    total = Drafted(**{name: sum(getattr(part, name) for part in parts) for name in Drafted.__slots__})
+    return asdict(total) | {
+        "tokens_per_step": total.tokens_per_step,
+        "acceptance": total.acceptance,
+        "speedup": total.num_tokens / (total.num_steps + verify_cost * total.num_drafted),
+    }
+
+
+def _read(options: InspectOptions, progress: WorkProgress) -> list[TokenDataset]:
     files = [(file, file != path) for path in expanded(options.files) for file in rollout_files(path)]
     renderer, count = options.renderer(), progress.counting("reading files", len(files))
     datasets: list[TokenDataset] = []
@@ -196,13 +156,18 @@ def read_rollouts(options: InspectOptions, progress: WorkProgress) -> RolloutOut
         count(1)
     if form := next((dataset.facts.form for dataset in datasets if dataset.facts.form), None):
         progress.console.print(form)
-    rows = [row for dataset in datasets for row in _sampled(dataset)]
-    in_file_order = any(row.epoch is None for row in rows)
-    return RolloutOutline(
-        outline=outline(rows, in_file_order=in_file_order),
-        order="file" if in_file_order else "epochs",
-        datasets=tuple(datasets),
-    )
+    return datasets
+
+
+def _recording(datasets: Sequence[TokenDataset], chosen: Outline) -> Recorded:
+    """Return the recording of a part of the outline of all datasets, whose tokens are read when needed."""
+    bounds = np.cumsum([0, *(dataset.num_rows for dataset in datasets)])
+
+    def tokens_of(row: int) -> RenderedTrajectory:
+        number = int(np.searchsorted(bounds, row, side="right")) - 1
+        return datasets[number].row(row - int(bounds[number]))
+
+    return chosen.record(tokens_of)
 
 
 def _sampled(dataset: TokenDataset) -> Iterator[RolloutFacts]:
@@ -238,102 +203,65 @@ def rollout_files(path: Path) -> list[Path]:
     )
 
 
-def as_json(report: DraftsReport) -> str:
-    """Return the report as a JSON object; `drafted` sums over all epochs, `later` over all but the first."""
-    later = report.epochs[1:]
-
-    def figures(drafted: Drafted) -> dict[str, Any]:
-        counts = asdict(drafted) | {"tokens_per_step": drafted.tokens_per_step, "acceptance": drafted.acceptance}
-        return counts | {"speedup": report.speedup(drafted)}
-
-    names = ("source", "order", "num_rollouts", "num_recorded", "num_prompts", "num_with_history", "verify_cost")
-    record = {name: getattr(report, name) for name in names} | {
-        "num_tokens": report.total("all").num_tokens,
-        "note": NOTE,
-        "drafted": {look: figures(report.total(look)) for look in LOOKS},
-        "later": {look: figures(report.total(look, later)) for look in LOOKS} if later else None,
-        "epochs": [
-            {
-                "epoch": epoch.epoch,
-                "num_rollouts": epoch.num_rollouts,
-                "drafted": {look: figures(drafted) for look, drafted in epoch.drafted.items()},
-                "run": epoch.run,
-            }
-            for epoch in report.epochs
-        ],
-    }
-    return json.dumps(record, indent=2, allow_nan=False)
-
-
-def show(report: DraftsReport, console: Console) -> None:
+def show(report: Mapping[str, Any], console: Console) -> None:
     """Print the tables, and the assumption behind the speedup."""
-    for line in _head(report):
-        console.print(line)
-    console.print(_source_table(report))
-    if report.order == "epochs" and len(report.epochs) > 1:
-        console.print(_epoch_table(report))
-    for line in _foot(report):
-        console.print(line)
-
-
-def _head(report: DraftsReport) -> Iterable[str]:
-    earlier = "earlier epochs" if report.order == "epochs" else "the lines before"
-    yield (
-        f"{report.source}: {report.num_rollouts:,} rollouts of {report.num_prompts:,} prompts replayed; "
-        f"{report.num_with_history:,} have history: rollouts of their prompt in {earlier}"
+    earlier = "earlier epochs" if report["order"] == "epochs" else "the lines before"
+    console.print(
+        f"{report['source']}: {report['num_rollouts']:,} rollouts of {report['num_prompts']:,} prompts replayed; "
+        f"{report['num_with_history']:,} have history: rollouts of their prompt in {earlier}"
     )
-    if report.num_rollouts < report.num_recorded:
-        yield f"a sample of whole prompts; {report.num_recorded:,} rollouts are recorded (--max-rollouts)"
-
-
-def _source_table(report: DraftsReport) -> Table:
-    columns = ("rollouts", "tokens", "tokens/step", "accepted / drafted", "speedup")
-    table = figures_table("Drafting, replayed", ("drafts from", *columns))
-    for look in LOOKS:
-        table.add_row(NAMES[look], *_cells(report, look, report.epochs))
-        if look == "all" and report.epochs[1:]:
-            later = "  after first epoch" if report.order == "epochs" else "  after first rollout"
-            table.add_row(later, *_cells(report, look, report.epochs[1:]))
-    return table
-
-
-def _cells(report: DraftsReport, look: Look, epochs: Sequence[EpochDrafts]) -> list[str]:
-    drafted = report.total(look, epochs)
-    share = "" if drafted.acceptance is None else f" {drafted.acceptance:.0%}"
-    return [
-        f"{sum(epoch.num_rollouts for epoch in epochs):,}",
-        f"{drafted.num_tokens:,}",
-        f"{drafted.tokens_per_step:.2f}",
-        f"{_short(drafted.num_accepted)} / {_short(drafted.num_drafted)}{share}",
-        f"{report.speedup(drafted):.2f}x",
-    ]
-
-
-def _epoch_table(report: DraftsReport) -> Table:
-    names = ("all", "history", "other prompt", "own", "logged by the run")
-    table = figures_table("By epoch: tokens per step / accepted drafts", ("epoch", *names))
-    for epoch in report.epochs:
-        cells = [_pair(drafted.tokens_per_step, drafted.acceptance) for drafted in epoch.drafted.values()]
-        own = "-" if epoch.run is None else _pair(epoch.run["tokens_per_forward"], epoch.run["acceptance"])
-        table.add_row(str(epoch.epoch), *cells, own)
-    return table
-
-
-def _foot(report: DraftsReport) -> Iterable[str]:
-    if report.num_with_history == 0:
-        yield (
+    if report["num_rollouts"] < report["num_recorded"]:
+        recorded = f"{report['num_recorded']:,} rollouts are recorded (--max-rollouts)"
+        console.print(f"a sample of whole prompts; {recorded}")
+    console.print(_source_table(report))
+    if report["order"] == "epochs" and report["later"]:
+        console.print(_epoch_table(report["epochs"]))
+    if report["num_with_history"] == 0:
+        console.print(
             "There is nothing to draft from: no prompt has an earlier rollout. Give files with several rollouts of a "
             "prompt."
         )
-    drafted = report.total("all")
-    yield (
-        f"The speedup is of decoding. It assumes that verifying a drafted token costs {report.verify_cost:.3g} of a "
+    console.print(
+        f"The speedup is of decoding. It assumes that verifying a drafted token costs {report['verify_cost']:.3g} of a "
         "row's decoding step (--verify-cost), and that drafting is free."
     )
-    if drafted.num_drafted:
-        most = (drafted.num_tokens - drafted.num_steps) / drafted.num_drafted
-        yield f"These drafts pay off while that cost is below {most:.2f}."
-    yield NOTE
+    drafted = report["drafted"]["all"]
+    if drafted["num_drafted"]:
+        most = (drafted["num_tokens"] - drafted["num_steps"]) / drafted["num_drafted"]
+        console.print(f"These drafts pay off while that cost is below {most:.2f}.")
+    console.print(NOTE)
+
+
+def _source_table(report: Mapping[str, Any]) -> Table:
+    columns = ("rollouts", "tokens", "tokens/step", "accepted / drafted", "speedup")
+    table = figures_table("Drafting, replayed", ("drafts from", *columns))
+    first, *later = (epoch["num_rollouts"] for epoch in report["epochs"])
+    for look in LOOKS:
+        table.add_row(NAMES[look], f"{first + sum(later):,}", *_cells(report["drafted"][look]))
+        if look == "all" and later:
+            name = "  after first epoch" if report["order"] == "epochs" else "  after first rollout"
+            table.add_row(name, f"{sum(later):,}", *_cells(report["later"][look]))
+    return table
+
+
+def _cells(drafted: Mapping[str, Any]) -> list[str]:
+    share = "" if drafted["acceptance"] is None else f" {drafted['acceptance']:.0%}"
+    return [
+        f"{drafted['num_tokens']:,}",
+        f"{drafted['tokens_per_step']:.2f}",
+        f"{_short(drafted['num_accepted'])} / {_short(drafted['num_drafted'])}{share}",
+        f"{drafted['speedup']:.2f}x",
+    ]
+
+
+def _epoch_table(epochs: Sequence[Mapping[str, Any]]) -> Table:
+    names = ("all", "history", "other prompt", "own", "logged by the run")
+    table = figures_table("By epoch: tokens per step / accepted drafts", ("epoch", *names))
+    for epoch in epochs:
+        cells = [_pair(drafted["tokens_per_step"], drafted["acceptance"]) for drafted in epoch["drafted"].values()]
+        own = "-" if epoch["run"] is None else _pair(epoch["run"]["tokens_per_forward"], epoch["run"]["acceptance"])
+        table.add_row(str(epoch["epoch"]), *cells, own)
+    return table
 
 
 def _short(count: int) -> str:
