@@ -15,9 +15,7 @@ _PACKAGES = ("treering", "torch", "transformers", "peft", "vllm")
 _SECTIONS = ("rl", "train", "sampling", "optim", "lora", "teacher", "router")
 
 
-def model_card(
-    run_dir: Path, step: int, *, has_tokenizer: bool, takes_images: bool = False, turns: str | None = None
-) -> str:
+def model_card(run_dir: Path, step: int, *, has_tokenizer: bool, takes_images: bool = False) -> str:
     """Return the card of a run's checkpoint, as Markdown with the hub's metadata.
 
     It has the settings and the figures up to this step; no rollouts, paths or environment variables. Files that cannot
@@ -28,7 +26,6 @@ def model_card(
         step: step of the checkpoint.
         has_tokenizer: whether the checkpoint has a tokenizer.
         takes_images: whether its model takes images.
-        turns: how turns are written and end; None if unknown.
 
     Example: for GRPO on Qwen/Qwen3-0.6B the first lines have "base_model: Qwen/Qwen3-0.6B" and "- grpo".
     """
@@ -42,7 +39,7 @@ def model_card(
         _metadata(run.config, takes_images=takes_images),
         f"# {run.name}, step {step}",
         "Trained with Treering, which computes each shared token once and drafts rollouts from earlier ones.",
-        _table(_facts(run.config, turns) | {"steps": str(step)} | _measured(rows) | {"versions": versions}),
+        _table(_facts(run.config) | {"steps": str(step)} | _measured(rows) | {"versions": versions}),
         f"## Load it\n\n{_loading(run.config, has_tokenizer=has_tokenizer, takes_images=takes_images)}",
         f"## Settings\n\n{_settings(run.config)}",
     ]
@@ -69,7 +66,7 @@ def _metadata(config: Mapping[str, Any], *, takes_images: bool) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _facts(config: Mapping[str, Any], turns: str | None) -> dict[str, str]:
+def _facts(config: Mapping[str, Any]) -> dict[str, str]:
     task, data, lora = (section_of(config, name) for name in ("task", "data", "lora"))
     facts = {"base model": _base_in_words(config)}
     if task:
@@ -81,8 +78,7 @@ def _facts(config: Mapping[str, Any], turns: str | None) -> dict[str, str]:
     facts["objective"] = _objective(config)
     if _has_adapters(config):
         facts["adapters"] = f"LoRA of rank {lora['rank']}; the base weights are unchanged"
-    # A bar would end a cell of the table.
-    return facts if turns is None else facts | {"turns": turns.replace("|", r"\|")}
+    return facts
 
 
 def _measured(rows: list[Row]) -> dict[str, str]:

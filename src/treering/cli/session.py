@@ -29,7 +29,6 @@ from treering.config.model import DistillOptions, ModelConfig
 from treering.config.rl_task import TaskConfig
 from treering.config.sections import TrainingConfig
 from treering.config.sft_config import DataConfig
-from treering.data import Renderer
 from treering.errors import ConfigError, plural
 from treering.extras import versions_of
 from treering.files.writing import CHECKPOINTS_FOLDER, writing
@@ -37,7 +36,6 @@ from treering.metrics import METRICS_FILE, Metrics
 from treering.model.context import tree_attention
 from treering.ranks.group import RankGroup, all_ranks
 from treering.report.run_data import CONFIG_FILE, STARTS_FILE, note_start
-from treering.rl.tasks.text_tokens import TextTokens
 from treering.train.loop.batches import StepTasks
 from treering.train.loop.checkpoint import CheckpointStore, Identity, ReportT, Resumable, checkpoint_path
 from treering.train.loop.compute import precision
@@ -306,7 +304,6 @@ def checkpoint_store(
             f'{list(config.metrics.sinks)}; add "jsonl"'
         )
     takes_images = getattr(getattr(model, "config", None), "vision_config", None) is not None
-    stops = source.stop_tokens
     return CheckpointStore(
         folder=folder / CHECKPOINTS_FOLDER,
         identity=identity,
@@ -316,23 +313,14 @@ def checkpoint_store(
             folder,
             has_tokenizer=tokenizer is not None,
             takes_images=takes_images,
-            turns=None if tokenizer is None or not stops else _turns_text(TextTokens(tokenizer), renderer, stops),
         ),
         tokenizer=tokenizer,
-        stop_tokens=stops,
+        stop_tokens=source.stop_tokens,
         template=None if renderer is None else renderer.plain_template,
         best=partial(best_step, folder / METRICS_FILE) if keeps_best else None,
         hints=folder / HISTORY_FOLDER if isinstance(config, RlConfig) else None,
         rank_group=rank_group,
     )
-
-
-def _turns_text(tokens: TextTokens, renderer: Renderer | None, stops: Sequence[int]) -> str:
-    ends = f"`generate` stops at {', '.join(f'`{tokens.text_of(stop) or stop}`' for stop in stops)}"
-    if renderer is None:
-        return ends
-    what = "the tokenizer's own chat template" if renderer.plain_template is None else "Treering's plain form"
-    return f"{what}, see `tokenizer.apply_chat_template`; {ends}"
 
 
 @dataclass(kw_only=True, eq=False)

@@ -309,7 +309,7 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
         )
         run.open()
         steps = f"{plural(length.total, 'step')} of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts"
-        what = f"{plural(len(source.task.prompts), 'prompt')} ({source.kind}); {{}}; {steps}"
+        what = f"{plural(len(source.task.prompts), 'prompt')} ({config.task.kind}); {{}}; {steps}"
         longest = source.longest_prompt + config.sampling.max_tokens
         run.announce(length, model, what, notes=[doubt, *source.notes], longest=longest)
         if run.opened.step == 0:

@@ -171,7 +171,7 @@ def summary_of(run: RlRun, total: RlTotals, reports: Sequence[RlStepReport]) -> 
     account = None if pipeline is None else pipeline.account.as_dict()
     summary = {
         **run.summary_of(reports),
-        "task": run.source.kind,
+        "task": run.config.task.kind,
         "num_prompts": len(run.source.task.prompts),
         "total": asdict(total),
         "account": account,

@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +29,6 @@ class TaskSource:
 
     task: Task
     """Prompts and rewards."""
-    kind: str
-    """Task kind in the configuration."""
     tokenizer: Path | None = None
     """Folder of the tokenizer that made the ids; None without one."""
     renderer: Renderer | None = None
@@ -116,11 +115,15 @@ def load_task(
     Raises:
         ConfigError, InputError: bad settings or files.
     """
+    folders, tokenizer = search_folders(config_dir), model
+    if config.tokenizer is not None:
+        tokenizer = find_folder(config.tokenizer, folders, setting="task.tokenizer", wanted="tokenizer")
     if config.kind == "prompts":
-        return _from_file(config, config_dir, shell_dir, model)
+        assert tokenizer is not None, "the configuration checks it"
+        return _from_file(config, folders, (config_dir, shell_dir), tokenizer, model)
     if config.runs_episodes:
-        return _of_environment(config, config_dir, shell_dir, model)
-    return TaskSource(task=draw_sums(config), kind=config.kind)
+        return _of_environment(config, (config_dir, shell_dir), tokenizer or BYTES_FOLDER, model)
+    return TaskSource(task=draw_sums(config))
 
 
 def draw_sums(config: TaskConfig) -> ChainedSums:
@@ -133,14 +136,11 @@ def draw_sums(config: TaskConfig) -> ChainedSums:
     )
 
 
-def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None) -> TaskSource:
+def _from_file(
+    config: TaskConfig, folders: Sequence[Path], code_dirs: tuple[Path, Path], tokenizer: Path, model: Path | None
+) -> TaskSource:
     assert config.file is not None, "the configuration checks it"
-    folders = search_folders(config_dir)
-    tokenizer = model
-    if config.tokenizer is not None:
-        tokenizer = find_folder(config.tokenizer, folders, setting="task.tokenizer", wanted="tokenizer")
-    assert tokenizer is not None, "the configuration checks it"
-    judge = Judge(**{**dict(config.judge), "cache": shell_dir / config.judge.cache}) if config.uses_judge else None
+    judge = Judge(**{**dict(config.judge), "cache": code_dirs[1] / config.judge.cache}) if config.uses_judge else None
     reward: str | list[WeightedReward]
     if isinstance(config.reward, str):
         reward = config.reward
@@ -150,7 +150,7 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
         locate(config.file, folders),
         tokenizer=tokenizer,
         reward=reward,
-        folders=(config_dir, shell_dir),
+        folders=code_dirs,
         judge=judge,
         template=config.template,
         max_prompts=config.max_prompts,
@@ -175,7 +175,6 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
     ]
     return TaskSource(
         task=task,
-        kind=config.kind,
         tokenizer=tokenizer,
         renderer=task.renderer,
         decode=TextTokens(tokenizer).decode,
@@ -184,16 +183,14 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
     )
 
 
-def _of_environment(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None) -> TaskSource:
+def _of_environment(
+    config: TaskConfig, code_dirs: tuple[Path, Path], tokenizer: Path, model: Path | None
+) -> TaskSource:
     assert config.template != "raw", "the configuration checks it"
-    tokenizer = BYTES_FOLDER if model is None else model
-    if config.tokenizer is not None:
-        folders = search_folders(config_dir)
-        tokenizer = find_folder(config.tokenizer, folders, setting="task.tokenizer", wanted="tokenizer")
     chat = ChatTokens(tokenizer, config.template, config.date)
     stops = find_stop_tokens(chat.text, chat.renderer, model=model, named=config.stop_tokens)
     task = EnvironmentTask(
-        _environment(config, config_dir, shell_dir, tokenizer),
+        _environment(config, code_dirs, tokenizer),
         chat,
         config,
         stop_tokens=tuple(stop.token_id for stop in stops),
@@ -202,7 +199,6 @@ def _of_environment(config: TaskConfig, config_dir: Path, shell_dir: Path, model
     listed = ", ".join(map(str, stops)) or "task.max_turn_tokens only; set task.stop_tokens for a token"
     return TaskSource(
         task=task,
-        kind=config.kind,
         tokenizer=tokenizer,
         renderer=chat.renderer,
         decode=chat.text.decode,
@@ -210,10 +206,10 @@ def _of_environment(config: TaskConfig, config_dir: Path, shell_dir: Path, model
     )
 
 
-def _environment(config: TaskConfig, config_dir: Path, shell_dir: Path, tokenizer: Path) -> Environment:
+def _environment(config: TaskConfig, code_dirs: tuple[Path, Path], tokenizer: Path) -> Environment:
     assert config.env is not None, "the configuration checks it"
     if config.kind == "environment":
-        return find_environment(config.env, (config_dir, shell_dir))
+        return find_environment(config.env, code_dirs)
     return VerifiersEnvironment(
         VerifiersSettings(
             env=config.env,

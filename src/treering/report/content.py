@@ -36,8 +36,6 @@ from treering.report.run_data import (
     by_epoch,
     facts_of,
     faults,
-    last_values,
-    names_of,
     number,
     phase_seconds,
     read_demo,
@@ -120,7 +118,7 @@ def _run_content(run: RunData) -> dict[str, Any]:
         "name": run.name,
         "rows": run.rows,
         "facts": facts_of(run),
-        "names": names_of(run.rows),
+        "names": sorted({name for row in run.rows for name in row if name != "step"}),
         "epochs": by_epoch(run.rows),
         "phases": [{"step": row["step"], **phase_seconds(row)} for row in run.rows],
         "account": account(run.rows, has_branches=run.runs_episodes),
@@ -227,14 +225,13 @@ def tiles_of(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if last["reward"] is not None:
         start = "" if first["reward"] is None else f"; {first['reward']:.2f} in the first"
         tiles.append(("reward", f"{last['reward']:.2f}", f"mean of the newest epoch{start}"))
-    loss = number(last_values(run["rows"]).get(metrics.LOSS))
-    if content["kind"] == "sft" and loss is not None:
-        tiles.append(("loss", f"{loss:.3f}", "of the newest step"))
-    for name in (metrics.EVAL_LOSS, metrics.EVAL_REWARD):
+    scores = {metrics.EVAL_LOSS: "held-out loss", metrics.EVAL_REWARD: "held-out reward"}
+    if content["kind"] == "sft":
+        scores = {metrics.LOSS: "loss", **scores}
+    for name, label in scores.items():
         values = [value for row in run["rows"] if (value := number(row.get(name))) is not None]
         if values:
-            words = f"of the newest evaluation; {values[0]:.3f} in the first"
-            tiles.append((name.replace("eval/", "held-out "), f"{values[-1]:.3f}", words))
+            tiles.append((label, f"{values[-1]:.3f}", f"the newest; {values[0]:.3f} at first"))
     if last["tokens_per_forward"] is not None:
         words = "in the newest epoch; 1.00 is decoding without drafts"
         tiles.append(("tokens per forward", f"{last['tokens_per_forward']:.2f}", words))

@@ -278,16 +278,6 @@ def _ratio(over: float, under: float) -> float | None:
     return over / under if under else None
 
 
-def names_of(rows: Sequence[Row]) -> list[str]:
-    """Return the names of all metrics in the rows, sorted."""
-    return sorted({name for row in rows for name in row if name != "step"})
-
-
-def last_values(rows: Sequence[Row]) -> Mapping[str, float]:
-    """Return the newest finite value of each metric."""
-    return {name: value for row in rows for name in row if (value := number(row[name])) is not None}
-
-
 STARTS_FILE = "starts.jsonl"
 """A line for each start of a run: "step" (the last one before it), "time", "machine", "num_ranks", "parameters",
 "versions"."""

@@ -12,7 +12,7 @@ from treering.cli.train_task import TaskSource
 from treering.data import Trajectory
 from treering.rl.tasks.sums import ChainedSums
 
-SOURCE = TaskSource(task=ChainedSums(2), kind="sums")
+SOURCE = TaskSource(task=ChainedSums(2))
 
 
 def rollout(text: str, reward: float, num_prompt: int = 2) -> Trajectory:
