@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from tests.cli.train.test_command import prompts
 from treering import extras
-from treering.cli import doctor_run
 from treering.cli.doctor import EXIT_FAULT, doctor, find_packages, thread_advice
 from treering.cli.doctor_run import check_run, measure_mismatch
 from treering.cli.run_training import run_train
 from treering.errors import InputError, MissingExtraError
-from treering.model.forward import forward
-from treering.tree.forest import Forest
 
 
 @pytest.fixture(scope="module")
@@ -131,18 +127,6 @@ def test_other_weights_are_seen_in_the_mismatch(folder: Path) -> None:
     weights = folder / "checkpoints" / newest / "model.safetensors"
     shutil.copyfile(weights, folder / "checkpoints" / older / "model.safetensors")
     assert measure_mismatch(folder, [older])["mean"] > 1e-3
-
-
-def test_prompts_are_computed_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def counted(model: nn.Module, forest: Forest, **settings: Any) -> Any:
-        seen.append(forest.num_branches)
-        return forward(model, forest, **settings)
-
-    monkeypatch.setattr(doctor_run, "forward", counted)
-    assert measure_mismatch(folder, check_run(folder)["checkpoints"])["num_rollouts"] == 6
-    assert seen == [3, 3]
 
 
 def test_a_model_that_takes_images_leaves_nothing_to_compare(folder: Path) -> None:

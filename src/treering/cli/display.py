@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treering import metrics
-from treering.report.run_data import number
+from treering.report.run_data import eval_names, number
 
 if TYPE_CHECKING:
     # It imports torch.
@@ -107,9 +107,7 @@ class RunDisplay:
 
         Example: `step 20/60: eval loss 2.317`.
         """
-        names = {metrics.EVAL_LOSS: "loss", metrics.EVAL_REWARD: "reward"}
-        names |= {name: name.replace(metrics.EVAL_PASS_AT, "pass@") for name in values if metrics.EVAL_PASS_AT in name}
-        parts = [f"{words} {values[name]:.3f}" for name, words in names.items() if name in values]
+        parts = [f"{words} {values[name]:.3f}" for name, words in eval_names([values]).items()]
         self._print(f"{self._unit} {step}/{self._num_steps}: eval {'   '.join(parts)}")
 
     def show_phase(self, phase: "Phase", num_done: int, num_total: int) -> None:

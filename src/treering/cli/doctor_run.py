@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from treering.arrays import Float64Array
 from treering.cli.models import load_checkpoint
 from treering.cli.run_folder import HISTORY_FOLDER
 from treering.data import Trajectory, read_trajectories
@@ -18,14 +19,16 @@ from treering.files.step_lines import read_rows, spans
 from treering.files.writing import CHECKPOINTS_FOLDER, read_facts, read_object
 from treering.history.store.store import read_saved
 from treering.metrics import METRICS_FILE
-from treering.model.forward import forward
 from treering.report.rollout_views import ROLLOUTS_FOLDER
 from treering.report.run_data import CONFIG_FILE
+from treering.train.branch_logprobs import branch_logprobs
 from treering.train.loop.checkpoint import CHECKPOINT_NAME, STATE_FILE, check_identity
 from treering.train.loop.compute import precision
 from treering.train.loop.saved_run import RUN_FILE
 from treering.tree.forest import Forest
 
+MAX_TOKENS = 16384
+"""Distinct tokens that are computed at one time."""
 MAX_ROLLOUTS = 256
 """Rollouts over which the mismatch is measured."""
 
@@ -179,17 +182,17 @@ def _sampled_by(files: list[Path], version: int | None) -> Iterator[Trajectory]:
             continue
 
 
-def _gaps(checkpoint: Path, rollouts: list[Trajectory], temperature: float, *, has_autocast: bool) -> Any:
-    """Return float64 [sampled tokens of all rollouts]."""
+def _gaps(checkpoint: Path, rollouts: list[Trajectory], temperature: float, *, has_autocast: bool) -> Float64Array:
+    """Return |engine's log-prob - trainer's|, float64 [sampled tokens of all rollouts], which come prompt by prompt."""
     model = load_checkpoint(checkpoint).eval()
-    gaps = []
-    # All prompts in one forest may not fit in memory.
-    for _, group in groupby(rollouts, key=lambda rollout: rollout.task_id):
-        prompt = list(group)
-        forest = Forest.from_sequences([np.asarray(rollout.tokens) for rollout in prompt])
-        with torch.no_grad(), precision(model, "bfloat16" if has_autocast else "none"):
-            own = forward(model, forest, temperature=temperature).logprobs.double().numpy()
-        for branch, rollout in enumerate(prompt):
-            sampled = np.flatnonzero(np.asarray(rollout.loss_mask))
-            gaps.append(np.abs(np.asarray(rollout.logprobs)[sampled] - own[forest.path(branch)][sampled]))
-    return np.concatenate(gaps)
+    prompts = [list(group) for _, group in groupby(rollouts, key=lambda rollout: rollout.task_id)]
+    forests = [Forest.from_sequences([np.asarray(rollout.tokens) for rollout in group]) for group in prompts]
+    masks = [np.asarray(rollout.loss_mask) for rollout in rollouts]
+    with precision(model, "bfloat16" if has_autocast else "none"):
+        own = branch_logprobs(model, forests, masks, max_tokens=MAX_TOKENS, temperature=temperature)
+    return np.concatenate(
+        [
+            np.abs(np.asarray(rollout.logprobs) - found)[mask]
+            for rollout, found, mask in zip(rollouts, own, masks, strict=True)
+        ]
+    )

@@ -6,8 +6,8 @@ huggingface_hub.
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,7 +108,7 @@ def find_model(section: ModelConfig | DistillOptions, config_dir: Path, *, setti
 
 def _snapshot(name: str, revision: str | None, patterns: Sequence[str], what: str) -> Path:
     require(f"the hub id {name}", "huggingface_hub")
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import errors, snapshot_download, utils
 
     def fetch(*, only_from_cache: bool) -> Path:
         found: str = snapshot_download(
@@ -125,8 +125,11 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str], what: st
         with suppress(errors.LocalEntryNotFoundError):
             return fetch(only_from_cache=True)
     try:
-        with bars_for_people_only():
-            return fetch(only_from_cache=False)
+        if not sys.stderr.isatty():
+            # Its type is not known.
+            hub_utils: Any = utils
+            hub_utils.disable_progress_bars()
+        return fetch(only_from_cache=False)
     except Exception as error:  # from the hub's client, its transport, or the disk
         raise InputError(_reason(error, name, revision, what)) from error
 
@@ -148,19 +151,3 @@ def _reason(error: Exception, name: str, revision: str | None, what: str) -> str
             f"{what}, and the cache {constants.HF_HUB_CACHE} has no complete model of that id{of} while {why}; {ways}"
         )
     return f"{what}, and it cannot be fetched from the hub ({type(error).__name__}: {error}); try again, or {ways}"
-
-
-@contextmanager
-def bars_for_people_only() -> Iterator[None]:
-    """Hide the hub's progress bars if stderr is not a terminal."""
-    from huggingface_hub import utils
-
-    bars: Any = utils
-    if sys.stderr.isatty() or bars.are_progress_bars_disabled():
-        yield
-        return
-    bars.disable_progress_bars()
-    try:
-        yield
-    finally:
-        bars.enable_progress_bars()

@@ -200,18 +200,21 @@ def held_out(rows: Sequence[Row]) -> dict[str, str]:
 
     Example: {"held-out loss": "2.3170 after step 0, 2.1012 after step 40"}.
     """
-    evaluated = [(row["step"], row) for row in rows if any(name.startswith("eval/") for name in row)]
-    names = [metrics.EVAL_LOSS, metrics.EVAL_REWARD]
-    passes = {name for _, row in evaluated for name in row if metrics.EVAL_PASS_AT in name}
-    names += sorted(passes, key=lambda name: int(name.removeprefix(metrics.EVAL_PASS_AT)))
     found = {}
-    for name in names:
-        values = [(step, value) for step, row in evaluated if (value := number(row.get(name))) is not None]
+    for name, words in eval_names(rows).items():
+        values = [(row["step"], value) for row in rows if (value := number(row.get(name))) is not None]
         if values:
             (first, at_first), (last, at_last) = values[0], values[-1]
-            words = name.removeprefix("eval/").replace("pass_at_", "pass@")
             found[f"held-out {words}"] = f"{at_first:.4f} after step {first}, {at_last:.4f} after step {last}"
     return found
+
+
+def eval_names(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the scores that rows have of held-out data, and how they are shown: loss, reward, pass@1, pass@2 ..."""
+    names = {name for row in rows for name in row}
+    passes = sorted((name for name in names if metrics.EVAL_PASS_AT in name), key=lambda name: (len(name), name))
+    scores = [name for name in (metrics.EVAL_LOSS, metrics.EVAL_REWARD) if name in names]
+    return {name: name.removeprefix("eval/").replace("pass_at_", "pass@") for name in [*scores, *passes]}
 
 
 def phase_seconds(row: Row) -> dict[str, float]:
