@@ -138,15 +138,17 @@ def _load(
 def _read(
     config: DataConfig, chosen: RowChoice, folders: Sequence[Path], model: Path | None, on_build: OnFile | None
 ) -> Corpus:
-    tokenizer = _of_model(model)
+    # Files of token ids need no tokenizer.
+    tokenizer = model if model is not None and (model / "tokenizer.json").is_file() else None
+    num_ids = 0
     if config.tokenizer is not None:
         tokenizer = find_folder(config.tokenizer, folders, setting="data.tokenizer", wanted="tokenizer")
+        num_ids = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).get_vocab_size(with_added_tokens=True)
     renderer = Renderer(tokenizer=tokenizer, template=config.template, date=config.date)
     options = ReadOptions(format=config.format, failed=config.failed, refuses_pairs=True)
     tasks: list[TrainingTask] = []
     datasets: list[TokenDataset] = []
     notes: list[str] = []
-    num_ids = 0 if config.tokenizer is None or tokenizer is None else _num_ids(tokenizer)
     for path in (each for named in config.files for each in located(named, folders)):
         on_progress = None if on_build is None else partial(on_build, path.name)
         dataset = read_file(path, renderer, options, on_progress=on_progress)
@@ -208,11 +210,6 @@ def _are_equal(left: TokenDataset, right: TokenDataset) -> bool:
     return is_same
 
 
-def _of_model(folder: Path | None) -> Path | None:
-    """Return a model's folder if it has a tokenizer; files of token ids need none."""
-    return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
-
-
 def _generate(config: DataConfig, chosen: RowChoice, notes: tuple[str, ...]) -> Corpus:
     spec = AgentSpec(num_tasks=config.max_tasks or 32, num_trials=4, vocab_size=512)
     rows = chosen.rows(render(list(generate_trajectories(spec))), lambda index: f"generated trajectory {index}")
@@ -223,7 +220,3 @@ def _generate(config: DataConfig, chosen: RowChoice, notes: tuple[str, ...]) -> 
         notes=(*notes, *chosen.notes()),
         tokenizer=None,
     )
-
-
-def _num_ids(tokenizer: Path) -> int:
-    return int(Tokenizer.from_file(str(tokenizer / "tokenizer.json")).get_vocab_size(with_added_tokens=True))

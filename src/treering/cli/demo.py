@@ -157,12 +157,6 @@ class DemoReport:
 def run(out: Path | None, seed: int, json_output: bool, *, real: bool = False) -> None:
     """Train both ways with a live display on stderr; print one table, or JSON, to stdout.
 
-    Args:
-        out: new or empty folder for the runs; None: the first free one of `runs/demo`, `runs/demo-2` and so on.
-        seed: of weights, the order of prompts and the noise, and of the prompts of `real`.
-        json_output: print JSON instead of the table.
-        real: train SmolLM2-135M-Instruct instead of a small policy trained on the spot.
-
     Raises:
         InputError: `out` already holds files, or the model cannot be fetched.
         StateError: another process uses `out`, or it is not writable.

@@ -35,13 +35,7 @@ def run(
 ) -> None:
     """Write the page and print its path; with --open or --refresh, follow a training run to its end.
 
-    Args:
-        folders: of a run or of a demo; several are compared.
-        out: the page's file; None: `report.html` in the folder, or `comparison.html` here for a comparison.
-        open_page: show the page in the browser.
-        refresh: rewrite the page until the run ends.
-        rollouts: Parquet file for all rollouts of the run; None writes none.
-        json_output: print the page's content as JSON, and write no page unless `out` names its file.
+    With --json print the page's content, and write no page unless `out` names its file.
 
     Raises:
         ConfigError: several folders with `rollouts`, or a page to open or refresh that is not written.

@@ -50,7 +50,8 @@ def opened(options: ServeOptions) -> Iterator[Server]:
     """Run a server of the options' model until the block ends."""
     settings = ServerSettings(host=options.host, port=options.port, api_key=os.environ.get(KEY_VARIABLE) or None)
     weights = find_weights(options.name, options.step)
-    model = _load(weights, options)
+    model = load_checkpoint(weights).to(choose_device(options.device), getattr(torch, options.dtype))
+    model.eval().requires_grad_(False)
     texts = TextTokens(weights) if (weights / "tokenizer.json").is_file() else None
     drafter = None if options.history is None else Drafter(HistoryReader(options.history))
     engine = TorchEngine(
@@ -131,8 +132,3 @@ def _chat_tokens(folder: Path) -> ChatTokens | None:
     except ConfigError as error:
         warnings.warn(f"chats are refused: {error}", stacklevel=2)
         return None
-
-
-def _load(weights: Path, options: ServeOptions) -> nn.Module:
-    model = load_checkpoint(weights).to(choose_device(options.device), getattr(torch, options.dtype))
-    return model.eval().requires_grad_(False)

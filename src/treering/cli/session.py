@@ -273,19 +273,16 @@ def budget_note(setting: str, max_tokens: int | Literal["auto"], longest: int) -
 
 
 @contextmanager
-def join_run(folder: Path) -> Iterator[RankGroup]:
-    """Join the ranks that torchrun started; only the first holds the run's folder."""
+def join_run(config: ConfigT, config_dir: Path) -> Iterator[tuple[ConfigT, RankGroup]]:
+    """Join the ranks that torchrun started, and give all of them the configuration from `as_started`.
+
+    Only the first holds the run's folder.
+    """
     # Progress bars of a library would disturb ours.
     transformers_logging.disable_progress_bar()
-    with joined(), locked(folder) if is_first() else nullcontext():
-        yield all_ranks()
-
-
-def broadcast_config(config: ConfigT, config_dir: Path, rank_group: RankGroup) -> ConfigT:
-    """Return the configuration from `as_started`, the same on all ranks."""
-    if rank_group.rank == 0:
-        config = as_started(config, config_dir)
-    return rank_group.gather(config)[0]  # type: ignore[no-any-return]
+    with joined(), locked(config.run.dir) if is_first() else nullcontext():
+        rank_group = all_ranks()
+        yield rank_group.gather(as_started(config, config_dir) if rank_group.rank == 0 else config)[0], rank_group
 
 
 def checkpoint_store(
@@ -308,12 +305,7 @@ def checkpoint_store(
         folder=folder / CHECKPOINTS_FOLDER,
         identity=identity,
         keep=config.run.keep,
-        card=partial(
-            model_card,
-            folder,
-            has_tokenizer=tokenizer is not None,
-            takes_images=takes_images,
-        ),
+        card=partial(model_card, folder, has_tokenizer=tokenizer is not None, takes_images=takes_images),
         tokenizer=tokenizer,
         stop_tokens=source.stop_tokens,
         template=None if renderer is None else renderer.plain_template,

@@ -22,7 +22,6 @@ from treering.cli.session import (
     RunLength,
     Scalar,
     TrainingRun,
-    broadcast_config,
     checkpoint_store,
     join_run,
     steps_cell,
@@ -179,8 +178,8 @@ def summary_of(
 
 def train(config: SftConfig, *, config_dir: Path, console: Console) -> tuple[dict[str, Any], Table]:
     """Start or resume the run of a configuration, whose file is in the folder `config_dir`; return its summary."""
-    with join_run(config.run.dir) as rank_group:
-        return _train(broadcast_config(config, config_dir, rank_group), config_dir, console, rank_group)
+    with join_run(config, config_dir) as (started, rank_group):
+        return _train(started, config_dir, console, rank_group)
 
 
 def _train(

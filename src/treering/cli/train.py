@@ -20,7 +20,6 @@ from treering.cli.run_folder import WARMUP_FOLDER, warnings_on_console
 from treering.cli.session import (
     RunLength,
     TrainingRun,
-    broadcast_config,
     checkpoint_store,
     join_run,
 )
@@ -284,8 +283,7 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
 
     Only the first of several ranks holds the lock and writes the logs.
     """
-    with join_run(config.run.dir) as rank_group, ExitStack() as stack:
-        config = broadcast_config(config, config_dir, rank_group)
+    with join_run(config, config_dir) as (config, rank_group), ExitStack() as stack:
         console.print("reading the task")
         source, held = load_trained(config, config_dir), load_held_out(config, config_dir)
         if held is not None:
