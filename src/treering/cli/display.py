@@ -90,7 +90,8 @@ class RunDisplay:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
         self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
         self._task = self._bar.add_task(title, total=num_steps, completed=first_step)
-        self._below = Text()
+        # The console would cut a long line.
+        self._below = Text(no_wrap=False, overflow="fold")
         self._live = Live(Group(self._bar, self._below), console=console, transient=True, refresh_per_second=4)
 
     def show(self, step: int, text: str) -> None:
