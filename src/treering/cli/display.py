@@ -184,7 +184,7 @@ class WorkProgress:
         self._status.stop()
 
     def show(self, words: str, done: float | None = None) -> None:
-        """Show the words; `done` is the finished share between 0 and 1, None if unknown; a smaller one begins anew."""
+        """Show the words; `done` is the finished share between 0 and 1, None if unknown; a smaller one begins again."""
         now = time.monotonic()
         text = words if done is None else f"{words}, {done:.0%}{self._left(done, now)}"
         self._status.update(Text(text))
