@@ -22,7 +22,7 @@ from treering.metrics import METRICS_FILE
 from treering.report.rollout_views import ROLLOUTS_FOLDER
 from treering.report.run_data import CONFIG_FILE
 from treering.train.branch_logprobs import branch_logprobs
-from treering.train.loop.checkpoint import CHECKPOINT_NAME, STATE_FILE, check_identity
+from treering.train.loop.checkpoint import STATE_FILE, check_identity, saved_steps
 from treering.train.loop.compute import precision
 from treering.train.loop.saved_run import RUN_FILE
 from treering.tree.forest import Forest
@@ -50,12 +50,11 @@ def check_run(folder: Path) -> dict[str, Any]:
     """
     if not (folder / RUN_FILE).exists() and not (folder / CHECKPOINTS_FOLDER).exists():
         raise InputError(f"{folder} has neither {RUN_FILE} nor {CHECKPOINTS_FOLDER}/; name a run folder")
-    saved = sorted((folder / CHECKPOINTS_FOLDER).glob("step-*"), reverse=True)
-    checkpoints = [path for path in saved if CHECKPOINT_NAME.fullmatch(path.name)]
+    checkpoints = list(saved_steps(folder / CHECKPOINTS_FOLDER).values())[::-1]
     checks = [(folder / name, _settings) for name in (RUN_FILE, CONFIG_FILE)]
     checks += [(path, _log) for path in (folder / METRICS_FILE, *_rollout_files(folder))]
     checks += [(path, partial(_checkpoint, folder)) for path in checkpoints]
-    checks += [(path, _history) for path in sorted((folder / HISTORY_FOLDER).glob("step-*"))]
+    checks += [(path, _history) for path in saved_steps(folder / HISTORY_FOLDER).values()]
     files = {path: _checked(folder, path, check) for path, check in checks if path.exists()}
     whole = [path for path in checkpoints if files[path]["damage"] is None]
     logged = max((row["step"] for row in read_rows(folder / METRICS_FILE)), default=0)

@@ -21,7 +21,7 @@ from treering.config.record import load_written
 from treering.errors import ConfigError, InputError, StateError
 from treering.files.writing import CHECKPOINTS_FOLDER, read_facts, read_object
 from treering.report.run_data import CONFIG_FILE
-from treering.train.loop.checkpoint import CHECKPOINT_NAME
+from treering.train.loop.checkpoint import saved_steps
 from treering.train.loop.held_out import HeldOutLoss, Measure
 
 
@@ -85,13 +85,12 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
         InputError: the run has none, or none of that step.
         StateError: it is damaged.
     """
-    found = sorted((folder / CHECKPOINTS_FOLDER).glob("step-*"))
-    checkpoints = {int(path.name.removeprefix("step-")): path for path in found if CHECKPOINT_NAME.fullmatch(path.name)}
+    checkpoints = saved_steps(folder / CHECKPOINTS_FOLDER)
     if not checkpoints:
         raise InputError(f"{folder} has no checkpoints/step-...; name the run.dir of a run that has saved one")
     chosen = max(checkpoints) if step is None else step
     if chosen not in checkpoints:
-        steps = ", ".join(map(str, sorted(checkpoints)))
+        steps = ", ".join(map(str, checkpoints))
         raise InputError(f"{folder} has no checkpoint of step {step}; choose one of {steps}")
     try:
         read_facts(checkpoints[chosen])

@@ -223,8 +223,6 @@ TOKENIZER_FILES = (
 _PREFIX = "step-"
 BEST = "best"
 """Link to the checkpoint of the best evaluation."""
-# Anything else in the folder belongs to the user, such as a copy named step-000123-best.
-CHECKPOINT_NAME = re.compile(rf"{_PREFIX}\d{{6,}}")
 
 Identity = Mapping[str, str | int | float | bool | None]
 """Settings that identify a run: name to value, in JSON types."""
@@ -415,7 +413,7 @@ class CheckpointStore:
         return None
 
     def _newest_first(self) -> list[Path]:
-        return sorted((path for path in _named(self.folder) if path.is_dir()), key=_step_of, reverse=True)
+        return [path for path in reversed(saved_steps(self.folder).values()) if path.is_dir()]
 
     def _warn(self, damaged: list[str], used: Path) -> None:
         if damaged:
@@ -433,7 +431,7 @@ class CheckpointStore:
             return
         left = {path.name for path in self._newest_first()}
         # A hidden file is the draft of a killed writer.
-        for hint in [*_named(self.hints), *self.hints.glob(f".*{_PREFIX}*")]:
+        for hint in [*saved_steps(self.hints).values(), *self.hints.glob(f".*{_PREFIX}*")]:
             if hint.name not in left:
                 remove(hint)
 
@@ -488,8 +486,14 @@ def _link(link: Path, target: str) -> None:
     draft.replace(link)
 
 
-def _named(folder: Path) -> list[Path]:
-    return [path for path in folder.glob(f"{_PREFIX}*") if CHECKPOINT_NAME.fullmatch(path.name)]
+def saved_steps(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints, or the hints, in a folder by step, ascending.
+
+    Example: `{10: Path("runs/a/checkpoints/step-000010")}` for a run with one checkpoint.
+    """
+    # Anything else in the folder belongs to the user, such as a copy named step-000123-best.
+    found = [path for path in folder.glob(f"{_PREFIX}*") if re.fullmatch(rf"{_PREFIX}\d{{6,}}", path.name)]
+    return {_step_of(path): path for path in sorted(found, key=_step_of)}
 
 
 def _step_of(path: Path) -> int:
