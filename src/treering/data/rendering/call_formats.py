@@ -7,18 +7,17 @@ closing. The format of a template is the one that reads a rendered call.
 import ast
 import json
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, TypeAlias
 
 from treering.data.formats.chat_messages import decode_call, tool_name
-from treering.data.rendering.chat_turns import policy_turn
-from treering.data.rendering.template import ChatTemplate, RenderedChat, Tools
+from treering.data.rendering.chat_turns import probed_turn
+from treering.data.rendering.template import ChatTemplate, Tools
 from treering.data.rendering.thoughts import answer_start
 from treering.data.trajectory import Message, ToolCall
-from treering.errors import DataWarning, InputError, UnsupportedError
+from treering.errors import InputError, UnsupportedError
 
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of each tool, by tool and parameter."""
@@ -424,14 +423,8 @@ def find_call_format(template: ChatTemplate, settings: Mapping[str, Any]) -> Cal
 
 def _written(template: ChatTemplate, turn: Message) -> str:
     """Return the text that the policy writes in a turn; empty if the template refuses the turn."""
-    chat = RenderedChat(template, [Message(role="user", content="Find it."), turn], [_TOOL])
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DataWarning)
-            found = policy_turn(chat, 1)
-    except InputError:
-        return ""
-    return found.text[found.span.start : found.span.stop].rpartition(_ANSWER)[2]
+    found = probed_turn(template, "Find it.", turn, [_TOOL])
+    return "" if found is None else found.text[found.span.start : found.span.stop].rpartition(_ANSWER)[2]
 
 
 def _reads(call_format: CallFormat, written: str, ends: set[str]) -> bool:

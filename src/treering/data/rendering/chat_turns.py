@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from treering.data.formats.chat_messages import tool_name
 from treering.data.rendering.encoder import TURN_END, Script, Span, message_script, turn_opening
 from treering.data.rendering.rendered_parts import common_length, is_in_calls, missing_part
-from treering.data.rendering.template import RenderedChat, leading_token
+from treering.data.rendering.template import ChatTemplate, RenderedChat, Tools, leading_token
 from treering.data.rendering.thoughts import (
     CLOSING,
     EMPTY,
@@ -66,6 +66,17 @@ def policy_turn(chat: RenderedChat, index: int) -> PolicyTurn:
     end = _missing_end(chat, index, written)
     length = len(written + end) if end else chat.template.turn_end.length(written)
     return PolicyTurn(text=f"{prompt}{lead}{written}{end}", prompt_length=len(prompt), span=Span(start, start + length))
+
+
+def probed_turn(template: ChatTemplate, question: str, turn: Message, tools: Tools) -> PolicyTurn | None:
+    """Return a turn of the policy after a question, without warnings; None if the template cannot train such a turn."""
+    chat = RenderedChat(template, (Message(role="user", content=question), turn), tools)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DataWarning)
+            return policy_turn(chat, 1)
+    except InputError:
+        return None
 
 
 def _missing_end(chat: RenderedChat, index: int, written: str) -> str:

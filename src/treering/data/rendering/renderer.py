@@ -19,7 +19,7 @@ from treering.data.rendering.chat_turns import (
     chat_scripts,
     check_rendered,
     plain_continuation,
-    policy_turn,
+    probed_turn,
 )
 from treering.data.rendering.encoder import (
     NO_TURN,
@@ -82,7 +82,6 @@ class RenderCounts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-_QUESTION = Message(role="user", content="a question")
 _ANSWER = Message(role="assistant", content="an answer")
 _CALL = Message(role="assistant", content=None, tool_calls=(ToolCall(name="ask", arguments={"x": 1}, id="call00000"),))
 _TOOL = {"type": "function", "function": {"name": "ask", "description": "Asks.", "parameters": {"type": "object"}}}
@@ -324,15 +323,10 @@ class Renderer:
     def _turn_end(self, message: Message, tools: Tools = ()) -> int | None:
         if self.chat_template is None:
             return self._encoder.end_of(message_script(message).text.rstrip(), is_special=True)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DataWarning)
-                turn = policy_turn(RenderedChat(self.chat_template, (_QUESTION, message), tools), 1)
-        except InputError:
-            # The template cannot train such a turn either.
-            return None
+        turn = probed_turn(self.chat_template, "a question", message, tools)
         # A call may end with its own added token, such as </tool_call>.
-        return self._encoder.end_of(turn.text[: turn.span.stop], is_special=bool(message.tool_calls))
+        is_special = bool(message.tool_calls)
+        return None if turn is None else self._encoder.end_of(turn.text[: turn.span.stop], is_special=is_special)
 
     @cached_property
     def _encoder(self) -> Encoder:

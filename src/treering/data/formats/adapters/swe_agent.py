@@ -21,8 +21,6 @@ ACTION_ADDED = (
     "the action of an assistant's message stands in neither its text nor a call, so it is added to the text in a code "
     "block, as SWE-agent's thought_action parser reads it"
 )
-_NO_TURN = ("exit",)
-"""Roles of mini-SWE-agent that the model did not see."""
 
 
 def decode_swe_agent(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
@@ -45,7 +43,8 @@ def decode_swe_agent(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 def _conversations(attempt: Mapping[str, Any], note: Note) -> list[tuple[Message, ...]]:
     if not attempt.get("history") and attempt.get("messages"):
         given = array("messages", attempt["messages"])
-        return [decode_messages([one for one in given if not isinstance(one, dict) or one.get("role") not in _NO_TURN])]
+        # The model did not see the last message of mini-SWE-agent.
+        return [decode_messages([one for one in given if not isinstance(one, dict) or one.get("role") != "exit"])]
     if not attempt.get("history"):
         raise InputError(
             f"a run of SWE-agent has its history, got the keys {', '.join(attempt) or 'none'}; a trajectory of actions "
