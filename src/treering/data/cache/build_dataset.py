@@ -8,10 +8,11 @@ import os
 import signal
 import time
 import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import cycle, groupby, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from treering.data.cache.dataset import ArrayWriter, DatasetFacts
 from treering.data.formats.containers import read_records, source_files
 from treering.data.formats.reader import FailedRuns, FormatName, RecordReader
 from treering.data.formats.record_files import ReadPosition
-from treering.data.rendering.renderer import RenderCounts, Renderer
+from treering.data.rendering.renderer import Count, Renderer
 from treering.data.trajectory import RenderedTrajectory, Trajectory
 from treering.errors import DataWarning, InputError, StateError, plural
 from treering.types import TokenIds
@@ -111,31 +112,27 @@ def render_parts(renderer: Renderer, parts: Iterable[_Part], num_workers: int) -
         return
     with ExitStack() as stack:
         workers = [stack.enter_context(_worker(renderer)) for _ in range(num_workers)]
-        given: dict[int, _Part] = {}
-        for number, numbered in enumerate(parts):
+        sent: deque[tuple[Connection, list[Trajectory]]] = deque()
+        for worker, numbered in zip(cycle(workers), parts, strict=False):
             # Round robin with one part per worker keeps the order, and no two processes wait for each other's pipe.
-            done = _result(renderer, workers, given, number - num_workers)
+            done = [_received(renderer, *sent.popleft())] if len(sent) == num_workers else []
             with _killed():
-                workers[number % num_workers].send(numbered)
-            given[number] = numbered
+                worker.send(numbered)
+            sent.append((worker, numbered[1]))
             yield from done
-        for left in sorted(given):
-            yield from _result(renderer, workers, given, left)
+        for worker, part in sent:
+            yield _received(renderer, worker, part)
 
 
-def _result(renderer: Renderer, workers: list[Connection], given: dict[int, _Part], number: int) -> list[_Rendered]:
-    """Receive the rendered part `number`; return an empty list if no worker has it."""
-    if number not in given:
-        return []
-    _, part = given.pop(number)
+def _received(renderer: Renderer, worker: Connection, part: list[Trajectory]) -> _Rendered:
     with _killed():
-        found, counts, sentences = workers[number % len(workers)].recv()
+        found, counts, sentences = worker.recv()
     for sentence in sentences:
         warnings.warn(sentence, DataWarning, stacklevel=2)
     if isinstance(found, Exception):
         raise found
-    renderer.counts.add(counts)
-    return [(part, found)]
+    renderer.counts.update(counts)
+    return part, found
 
 
 @contextmanager
@@ -182,9 +179,9 @@ def _work(connection: Connection, settings: dict[str, Any]) -> None:
 
 def _rendered(
     renderer: Renderer, first_index: int, part: list[Trajectory]
-) -> tuple[list[RenderedTrajectory] | Exception, RenderCounts, list[str]]:
+) -> tuple[list[RenderedTrajectory] | Exception, Counter[Count], list[str]]:
     """Return the rows or the error, the counts, and the data warnings."""
-    renderer.counts = RenderCounts()
+    renderer.counts = Counter()
     found: list[RenderedTrajectory] | Exception
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DataWarning)
@@ -243,7 +240,7 @@ def build(
     Warnings are returned with the facts, not given. A large file is rendered by `num_workers` processes.
     """
     reader = RecordReader(str(path), options.format, options.failed)
-    notes, num_trajectories, num_rejected, num_chats = DataNotes(), 0, 0, renderer.counts.num_chats
+    notes, num_trajectories, num_rejected, num_chats = DataNotes(), 0, 0, renderer.counts["chats"]
     parts = _parts(path, reader, options, on_progress)
     workers = num_workers if _num_bytes(path) >= _LARGE else 0
     with kept_warnings() as kept:
@@ -268,7 +265,7 @@ def build(
         warnings=tuple(kept),
         notes=(*notes.sentences(), *texts),
         tokenizer=None if renderer.tokenizer is None else str(renderer.tokenizer),
-        form=renderer.form_note if renderer.counts.num_chats > num_chats else None,
+        form=renderer.form_note if renderer.counts["chats"] > num_chats else None,
         image_files=writer.image_files,
     )
 

@@ -3,8 +3,9 @@
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date as Date
 from functools import cached_property
 from pathlib import Path
@@ -61,26 +62,10 @@ Template: TypeAlias = Literal["auto", "plain", "hf"]
 "plain" if the tokenizer has its markers."""
 
 
-@dataclass(slots=True, kw_only=True)
-class RenderCounts:
-    """Counts of a renderer for its warnings and notes."""
-
-    num_chats: int = 0
-    """Rendered chats."""
-    num_without_tools: int = 0
-    """Trajectories whose tools the plain form or raw text has dropped."""
-    num_special: int = 0
-    """Messages with the text of a special token, which a template or raw text turns into the token."""
-    num_contents: int = 0
-    """Messages that were checked for special tokens."""
-    num_texts: int = 0
-    """Texts to which `eos_token` was added, or would be if the tokenizer had one; see `Trajectory.adds_end`."""
-
-    def add(self, other: "RenderCounts") -> None:
-        """Add the counts of another renderer."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
+Count: TypeAlias = Literal["chats", "dropped tools", "contents", "contents with special text", "ended texts"]
+"""What a renderer counts for its warnings and notes: rendered chats; trajectories whose tools the plain form or raw
+text has dropped; messages that were checked for the text of special tokens, and those that have it; texts to which
+`eos_token` was added, or would be if the tokenizer had one (`Trajectory.adds_end`)."""
 
 _ANSWER = Message(role="assistant", content="an answer")
 _CALL = Message(role="assistant", content=None, tool_calls=(ToolCall(name="ask", arguments={"x": 1}, id="call00000"),))
@@ -115,8 +100,8 @@ class Renderer:
         self.date = date
         """Date in chat templates that write today's date; None for today."""
         self._variables = variables
-        self.counts = RenderCounts()
-        """Counts since the start; `warn` resets those of messages."""
+        self.counts: Counter[Count] = Counter()
+        """Counts since the start; `warn` resets all but that of chats."""
 
     def render(self, trajectories: Iterable[Trajectory]) -> list[RenderedTrajectory]:
         """Return the trajectories as tokens, in order. Equal messages of one call are tokenized once.
@@ -156,13 +141,13 @@ class Renderer:
 
     def warn(self) -> None:
         """Give the warnings on the trajectories since the last call."""
-        counts, self.counts = self.counts, RenderCounts(num_chats=self.counts.num_chats)
-        if counts.num_without_tools:
+        counts, self.counts = self.counts, Counter({"chats": self.counts["chats"]})
+        if counts["dropped tools"]:
             _warn("the plain form and raw text leave tools out; a policy that was shown them needs a chat template")
-        if counts.num_special:
+        if num_special := counts["contents with special text"]:
             _warn(
-                f"{counts.num_special} of {plural(counts.num_contents, 'message')} "
-                f"{'holds' if counts.num_special == 1 else 'hold'} the text of special tokens, which a chat "
+                f"{num_special} of {plural(counts['contents'], 'message')} "
+                f"{'holds' if num_special == 1 else 'hold'} the text of special tokens, which a chat "
                 "template or raw text turns into these tokens, so data can write turns; the plain form keeps it as text"
             )
 
@@ -194,7 +179,7 @@ class Renderer:
             task_id=0, messages=tuple(messages), tools=tuple(tools), format=RAW_FORMAT if is_raw else "chat"
         )
         template = self._template_of(trajectory)
-        self.counts.num_chats += not is_raw
+        self.counts["chats"] += not is_raw
         if template is None:
             scripts = [raw_script(messages)] if is_raw else [*map(message_script, messages), turn_opening()]
             _check_no_images(messages)
@@ -284,7 +269,7 @@ class Renderer:
 
         Example: "chats are rendered by the chat template of models/qwen3".
         """
-        if not self.counts.num_chats:
+        if not self.counts["chats"]:
             return None
         if self.chat_template is not None:
             return f"chats are rendered by the chat template of {self.tokenizer}"
@@ -296,9 +281,9 @@ class Renderer:
     @property
     def notes(self) -> tuple[str, ...]:
         """At most one sentence, on ends that were added to texts."""
-        if not self.counts.num_texts:
+        if not self.counts["ended texts"]:
             return ()
-        what = f"the {self.counts.num_texts:,} texts of TRL's rows (prompt and completion, or chosen and rejected)"
+        what = f"the {self.counts['ended texts']:,} texts of TRL's rows (prompt and completion, or chosen and rejected)"
         if self._end_of_text is None:
             return (f"{what} train no end, as {self.tokenizer} names no eos_token; name one in tokenizer_config.json",)
         return (f"{what} end with {self._end_of_text}, which is trained, as TRL adds it",)
@@ -339,7 +324,7 @@ class Renderer:
     def _scripts(self, trajectory: Trajectory) -> list[list[Script]]:
         """Return the sequences of a trajectory, each as its scripts."""
         assert trajectory.messages is not None, "only messages have a template"
-        self.counts.num_chats += trajectory.format != RAW_FORMAT
+        self.counts["chats"] += trajectory.format != RAW_FORMAT
         template = self._template_of(trajectory)
         if template is None:
             _check_no_images(trajectory.messages)
@@ -353,7 +338,7 @@ class Renderer:
     def _ended(self, trajectory: Trajectory) -> Sequence[Message]:
         """Return the messages of a text with its end, which is not added twice."""
         *before, last = trajectory.messages or ()
-        self.counts.num_texts += 1
+        self.counts["ended texts"] += 1
         end, text = self._end_of_text or "", last.content or ""
         return [*before, last if text.endswith(end) else replace(last, content=text + end)]
 
@@ -411,11 +396,11 @@ class Renderer:
 
     def _count_contents(self, trajectories: Sequence[Trajectory]) -> None:
         counts = self.counts
-        counts.num_without_tools += sum(bool(one.tools) and self._template_of(one) is None for one in trajectories)
+        counts["dropped tools"] += sum(bool(one.tools) and self._template_of(one) is None for one in trajectories)
         read = [one for one in trajectories if one.format == RAW_FORMAT or self.chat_template is not None]
         contents = [message.content or "" for one in read for message in one.messages or ()]
-        counts.num_contents += len(contents)
-        counts.num_special += sum(self._encoder.has_special_text(content) for content in contents)
+        counts["contents"] += len(contents)
+        counts["contents with special text"] += sum(self._encoder.has_special_text(one) for one in contents)
 
 
 def render(
