@@ -21,7 +21,14 @@ from rich.table import Table
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.display import PlainConsole, RunDisplay, note_compiling, step_figures, warnings_as_lines
+from treering.cli.display import (
+    PlainConsole,
+    RunDisplay,
+    figures_table,
+    note_compiling,
+    step_figures,
+    warnings_as_lines,
+)
 from treering.cli.fetch import fetched
 from treering.cli.models import build_model
 from treering.cli.run_folder import locked
@@ -416,36 +423,26 @@ def write_config(out: Path, size: DemoSize, own: Sections, *, side: Side, seed: 
 def as_table(report: DemoReport) -> Table:
     """Return the comparison as a table for the terminal."""
     plain, ours, size = report.plain, report.treering, report.size
+    rewards = [f"{total.first_reward:.2f} -> {total.last_reward:.2f}" for total in (plain, ours)]
     first = "none" if report.first_difference is None else f"step {report.first_difference}"
+    rows = [
+        ("rollout, seconds", f"{plain.rollout_s:.1f}", f"{ours.rollout_s:.1f}", f"{report.rollout_ratio:.2f}x"),
+        ("training, seconds", f"{plain.train_s:.1f}", f"{ours.train_s:.1f}", f"{report.train_ratio:.2f}x"),
+        ("weights and history, seconds", f"{plain.update_s:.2f}", f"{ours.update_s:.2f}", ""),
+        ("whole step, seconds", f"{plain.seconds:.1f}", f"{ours.seconds:.1f}", f"{report.step_ratio:.2f}x"),
+        ("tokens per forward", f"{plain.tokens_per_forward:.2f}", f"{ours.tokens_per_forward:.2f}", ""),
+        ("drafted tokens accepted", "", f"{ours.acceptance:.0%}", ""),
+        ("tokens trained", f"{plain.unique_tokens:,}", f"{ours.unique_tokens:,}", f"{report.token_bound:.2f}x"),
+        ("best possible training by counted FLOPs", "", "", f"{report.flop_bound:.2f}x"),
+        ("share of that bound", "", "", f"{report.share_of_flop_bound:.0%}"),
+        ("reward, first -> last epoch", *rewards, ""),
+        ("first step with a different token", "", first, ""),
+    ]
     title = f"{report.num_steps} steps of GRPO from one start, {size.num_epochs} epochs over {size.num_prompts} prompts"
-    table = Table(title=title, title_justify="left")
-    table.add_column()
-    for name in ("plain", "treering", "ratio"):
-        table.add_column(name, justify="right")
-    table.add_row("rollout, seconds", f"{plain.rollout_s:.1f}", f"{ours.rollout_s:.1f}", f"{report.rollout_ratio:.2f}x")
-    table.add_row("training, seconds", f"{plain.train_s:.1f}", f"{ours.train_s:.1f}", f"{report.train_ratio:.2f}x")
-    table.add_row("weights and history, seconds", f"{plain.update_s:.2f}", f"{ours.update_s:.2f}", "")
-    table.add_row("whole step, seconds", f"{plain.seconds:.1f}", f"{ours.seconds:.1f}", f"{report.step_ratio:.2f}x")
-    table.add_section()
-    table.add_row("tokens per forward", f"{plain.tokens_per_forward:.2f}", f"{ours.tokens_per_forward:.2f}", "")
-    table.add_row("drafted tokens accepted", "", f"{ours.acceptance:.0%}", "")
-    table.add_row("tokens trained", f"{plain.unique_tokens:,}", f"{ours.unique_tokens:,}", f"{report.token_bound:.2f}x")
-    table.add_row("sharing", "", f"{ours.sharing:.2f}", "")
-    table.add_row("best possible training by counted FLOPs", "", "", f"{report.flop_bound:.2f}x")
-    table.add_row("share of that bound", "", "", f"{report.share_of_flop_bound:.0%}")
-    table.add_section()
-    table.add_row("reward, first -> last epoch", _reward(plain), _reward(ours), "")
-    table.add_row("first step with a different token", "", first, "")
+    table = figures_table(title, ("", "plain", "treering", "ratio"), rows)
     warm = f"; warm start {report.warm_steps} steps" if report.warm_steps else ""
     table.caption = (
         f"{report.num_parameters:,} parameters, {size.max_batch} rollouts at a time on both sides, "
         f"{report.num_threads} threads{warm}"
     )
     return table
-
-
-def _reward(total: RlTotals) -> str:
-    first, last = total.first_reward, total.last_reward
-    assert first is not None, "every step has rollouts"
-    assert last is not None, "every step has rollouts"
-    return f"{first:.2f} -> {last:.2f}"
