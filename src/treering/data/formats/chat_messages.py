@@ -382,8 +382,13 @@ def is_trained(record: Mapping[str, Any], where: str, *, is_assistant: bool) -> 
 
     Example: {"content": "Wrong.", "skip_loss": True} is not trained.
     """
-    if is_assistant:
-        _check_flags_are_known(record, where)
+    for key, value in record.items() if is_assistant else ():
+        speaks = any(word in key.lower() for word in ABOUT_TRAINING)
+        if speaks and key not in (*TRAINED_KEYS, *CONTEXT_KEYS, *UNREADABLE) and not is_blank(value):
+            raise InputError(
+                f"{where}.{key} seems to set whether the message is trained, and Treering does not know this flag, got "
+                f"{show(value)}; write it as train, 0 or 1, or remove it"
+            )
     flags = {}
     for key in (*TRAINED_KEYS, *(CONTEXT_KEYS if is_assistant else ())):
         if (flag := record.get(key)) is None:
@@ -396,16 +401,6 @@ def is_trained(record: Mapping[str, Any], where: str, *, is_assistant: bool) -> 
     if len(set(flags.values())) > 1:
         raise InputError(f"{where} is trained by one of {', '.join(flags)} and not by another; keep one of them")
     return all(flags.values())
-
-
-def _check_flags_are_known(record: Mapping[str, Any], where: str) -> None:
-    for key, value in record.items():
-        speaks = any(word in key.lower() for word in ABOUT_TRAINING)
-        if speaks and key not in (*TRAINED_KEYS, *CONTEXT_KEYS, *UNREADABLE) and not is_blank(value):
-            raise InputError(
-                f"{where}.{key} seems to set whether the message is trained, and Treering does not know this flag, got "
-                f"{show(value)}; write it as train, 0 or 1, or remove it"
-            )
 
 
 def _decode(record: object, where: str) -> Iterator[Message]:

@@ -134,7 +134,8 @@ def _missing_argument(call: ToolCall, text: str) -> str | None:
         except (ValueError, RecursionError):
             return f"the arguments {arguments!r:.60}"
     for leaf in _leaves(arguments):
-        if not any(variant in text for variant in _variants(leaf)):
+        variants = _text_variants(leaf) if isinstance(leaf, str) else [json.dumps(leaf), str(leaf)]
+        if not any(variant in text for variant in variants):
             return f"the argument {leaf!r:.60}"
     return None
 
@@ -148,10 +149,6 @@ def _leaves(value: object) -> Iterator[Any]:
             yield from _leaves(inner)
     else:
         yield value
-
-
-def _variants(leaf: object) -> list[str]:
-    return _text_variants(leaf) if isinstance(leaf, str) else [json.dumps(leaf), str(leaf)]
 
 
 def _text_variants(text: str) -> list[str]:

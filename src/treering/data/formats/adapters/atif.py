@@ -60,25 +60,27 @@ def _is_sampled(step: Mapping[str, Any]) -> bool:
 
 
 def _messages(step: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    calls = [_call(call, where) for call in array(f"{where}.tool_calls", step.get("tool_calls") or [])]
+    given = array(f"{where}.tool_calls", step.get("tool_calls") or [])
+    calls = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(given)]
     message: dict[str, Any] = {"role": _ROLES[step["source"]], "content": step.get("message")}
     if message["role"] == "assistant":
         # Without text, the content is null with a call, and "" without one, an empty turn that is refused.
         message["content"] = message["content"] or (None if calls else "")
         message.update(tool_calls=calls, reasoning_content=step.get("reasoning_content"))
         message["weight"] = int(_is_sampled(step))
-    results = array(f"{where}.observation.results", object_in(step, "observation").get("results") or [])
-    return [message, *(_result(one, calls, where) for one in results)]
+    name = f"{where}.observation.results"
+    results = array(name, object_in(step, "observation").get("results") or [])
+    return [message, *(_result(one, calls, f"{name}[{i}]") for i, one in enumerate(results))]
 
 
 def _call(call: object, where: str) -> Mapping[str, Any]:
-    given = checked_object(f"{where}.tool_calls", call, fields="function_name")
+    given = checked_object(where, call, fields="function_name")
     return {"id": given.get("tool_call_id"), "name": given.get("function_name"), "arguments": given.get("arguments")}
 
 
 def _result(result: object, calls: list[Mapping[str, Any]], where: str) -> Mapping[str, Any]:
-    given = checked_object(f"{where}.observation.results", result, fields="content")
-    call_id = text_field(given, "source_call_id", f"{where}.observation.source_call_id")
+    given = checked_object(where, result, fields="content")
+    call_id = text_field(given, "source_call_id", f"{where}.source_call_id")
     # The result of an action in plain text, without a call, reaches the policy as a user's message.
     role = "tool" if call_id is not None or calls else "user"
     return {"role": role, "tool_call_id": call_id, "content": given.get("content") or ""}

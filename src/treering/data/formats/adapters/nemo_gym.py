@@ -21,7 +21,8 @@ _ASKED = "responses_create_params"
 def decode_nemo_gym(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     """Decode the rollout of a row, as token ids if each answer has them; skip a row without an output."""
     check_readable(record)
-    asked, response = (checked_object(key, record.get(key), fields="a rollout") for key in (_ASKED, "response"))
+    asked = checked_object(_ASKED, record.get(_ASKED), fields="input")
+    response = checked_object("response", record.get("response"), fields="output")
     output = array("response.output", response.get("output") or [])
     # The policy wrote nothing, for example because the context was full.
     while output and isinstance(output[-1], dict) and _is_empty(output[-1]):
