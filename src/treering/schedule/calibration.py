@@ -1,14 +1,12 @@
-"""Correct predicted lengths by finished steps, and measure how good predictions are."""
+"""Correct predicted lengths by finished steps."""
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from treering.arrays import Float64Array, Int64Array
-from treering.errors import InputError
 from treering.schedule.policy import NUM_LEARNT
 
 _NUM_BINS = 32
@@ -163,108 +161,3 @@ class CalibratedLengths:
         self._offset = float(mean_length - self._slope * mean_guess)
         rest = y - self._slope * x
         self._sigma = float(np.sqrt((rest @ rest + _PRIOR_ROLLOUTS * self._prior**2) / (rest.size + _PRIOR_ROLLOUTS)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """Predicted lengths compared with the actual ones.
-
-    Example: predictions [100, 200] of rollouts with 200 and 400 tokens have a bias of log 2 = 0.693, a sigma of 0, a
-    Spearman correlation of 1 and a coverage of 0.
-    """
-
-    num_rollouts: int
-    """R."""
-    sigma: float
-    """Standard deviation of log(actual / predicted)."""
-    bias: float
-    """Mean of log(actual / predicted); above 0 where rollouts are longer than predicted."""
-    spearman: float
-    """Correlation of the ranks, ties at their mean rank; 0 if all predicted or all actual lengths are equal."""
-    coverage: float
-    """Share of rollouts no longer than predicted; a good predictor of the quantile q has coverage q."""
-
-
-def calibrate(predicted: ArrayLike, actual: ArrayLike) -> Calibration:
-    """Measure R predictions.
-
-    Args:
-        predicted: [R] > 0.
-        actual: [R] > 0.
-
-    Raises:
-        InputError: there are no numbers, the counts differ, or a length is not above 0.
-
-    >>> calibrate([100.0, 200.0], [200, 400])
-    Calibration(num_rollouts=2, sigma=0.0, bias=0.6931471805599453, spearman=1.0, coverage=0.0)
-    """
-    guesses, lengths = _pairs(predicted, actual)
-    errors = np.log(lengths / guesses)
-    left, right = (ranks - ranks.mean() for ranks in (mean_ranks(guesses), mean_ranks(lengths)))
-    scale = float(np.sqrt((left @ left) * (right @ right)))
-    return Calibration(
-        num_rollouts=lengths.size,
-        sigma=float(errors.std()),
-        bias=float(errors.mean()),
-        spearman=float(left @ right) / scale if scale else 0.0,
-        coverage=float((lengths <= guesses).mean()),
-    )
-
-
-def share_moved_up(predicted: ArrayLike, actual: ArrayLike, *, num_groups: int = 8) -> float:
-    """Return the share of R rollouts that are in a longer one of N rank groups than predicted.
-
-    Only a move to a longer group costs time, as in RhymeRL's Table 2.
-
-    Args:
-        predicted: [R] > 0.
-        actual: [R] > 0.
-        num_groups: N, of equal size.
-
-    Raises:
-        InputError: there are no numbers, the counts differ, a length is not above 0, or `num_groups` is below 1.
-
-    >>> share_moved_up([1.0, 3.0, 2.0, 4.0], [1, 2, 3, 4], num_groups=2)
-    0.25
-    """
-    guesses, lengths = _pairs(predicted, actual)
-    return float((rank_groups(lengths, num_groups) > rank_groups(guesses, num_groups)).mean())
-
-
-def rank_groups(values: ArrayLike, num_groups: int) -> NDArray[np.int64]:
-    """Rank R values, cut them into N groups of equal size, and return the group of each, int64 [R], from 0.
-
-    Equal values, such as predictions for one prompt, share a group: that of their mean rank.
-
-    >>> rank_groups([30, 10, 20, 40], 2).tolist()
-    [1, 0, 0, 1]
-    >>> rank_groups([5, 5, 5, 7], 2).tolist()
-    [0, 0, 0, 1]
-    """
-    if num_groups < 1:
-        raise InputError(f"num_groups must be at least 1, got {num_groups}; raise it")
-    ranks = mean_ranks(values)
-    return np.floor(ranks * num_groups / ranks.size).astype(np.int64)
-
-
-def mean_ranks(values: ArrayLike) -> NDArray[np.float64]:
-    """Return the rank of each value, float64 [R], from 0.5 to R - 0.5; equal values have their mean rank.
-
-    >>> mean_ranks([3, 1, 3, 8]).tolist()
-    [2.0, 0.5, 2.0, 3.5]
-    """
-    _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
-    middles = np.cumsum(counts) - counts / 2
-    ranks: NDArray[np.float64] = middles[inverse.reshape(-1)]
-    return ranks
-
-
-def _pairs(predicted: ArrayLike, actual: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    guesses, lengths = np.asarray(predicted, np.float64), np.asarray(actual, np.float64)
-    if guesses.ndim != 1 or guesses.shape != lengths.shape or guesses.size == 0:
-        raise InputError(
-            f"every rollout needs a predicted and an actual length, got {guesses.shape} and {lengths.shape}; align them"
-        )
-    if not (np.isfinite(guesses) & (guesses > 0) & np.isfinite(lengths) & (lengths > 0)).all():
-        raise InputError("lengths must be finite and above 0; drop empty rollouts")
-    return guesses, lengths
