@@ -55,7 +55,8 @@ def run_under_torchrun(num_ranks: int, folder: Path, before: Path | None) -> lis
 def torchrun(num_ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", module, *arguments]
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # A library with a planted fault comes first.
+    paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT / "src"), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_TIMEOUT_S)
 
