@@ -132,14 +132,20 @@ def _leave_out_forks(restore: Callable[[], None]) -> None:
 
     Signals are blocked meanwhile, because Python drops a signal that finds the parent's handlers in the child.
     """
-    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, _SIGNALS)
-    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _SIGNALS)
+    forking = threading.local()
+
+    def before() -> None:
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def in_parent() -> None:
+        # A thread may have blocked them itself.
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
 
     def in_child() -> None:
         restore()
-        unblock()
+        in_parent()
 
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=in_child)
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
 
 
 @contextmanager
