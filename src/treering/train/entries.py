@@ -312,7 +312,11 @@ def flatten(
             raise InputError(f"{name}[{branch}] needs one number, or one per token ({length}), got shape {array.shape}")
         parts.append(array if array.ndim else np.full(length, array))
     flat = np.concatenate(parts)
-    _check_finite(name, flat, trained, branch_length)
+    _check_values(name, flat, trained, branch_length, ~np.isfinite(flat), "must be finite")
+    if name.endswith("logprobs"):
+        # Rounding gives at most a few hundredths; a probability of a sampled token is often above a half.
+        rule = "must be log-probabilities, so at most 0,"
+        _check_values(name, flat, trained, branch_length, flat > 0.5, rule)
     return flat
 
 
@@ -402,14 +406,17 @@ def _check_count(name: str, items: object, branch_length: NDArray[np.int64]) -> 
         )
 
 
-def _check_finite(
-    name: str, values: NDArray[np.float64], trained: NDArray[np.bool_], branch_length: NDArray[np.int64]
+def _check_values(
+    name: str,
+    values: NDArray[np.float64],
+    trained: NDArray[np.bool_],
+    branch_length: NDArray[np.int64],
+    is_bad: NDArray[np.bool_],
+    rule: str,
 ) -> None:
-    bad = np.flatnonzero(trained & ~np.isfinite(values))
+    bad = np.flatnonzero(trained & is_bad)
     if bad.size:
         ends = np.cumsum(branch_length)
         branch = int(np.searchsorted(ends, bad[0], side="right"))
         at = int(bad[0] - ends[branch] + branch_length[branch])
-        raise InputError(
-            f"{name}[{branch}] must be finite where a token is trained, got {values[bad[0]]} at token {at}"
-        )
+        raise InputError(f"{name}[{branch}] {rule} where a token is trained, got {values[bad[0]]} at token {at}")

@@ -187,6 +187,24 @@ class Terms:
     metrics: Mapping[str, Float[Tensor, " N"]]
 
 
+def checked_terms(name: str, terms: object, count: int) -> Terms:
+    """Return the output of the term function of the objective `name`, which must have `count` numbers.
+
+    Raises:
+        InputError: the output is something else. A mean over entries would otherwise be weighted once per entry.
+    """
+    if not isinstance(terms, Terms):
+        raise InputError(
+            f"the loss of {name!r} must return objectives.Terms(loss=..., metrics=...), got {type(terms).__name__}"
+        )
+    if terms.loss.shape != (count,):
+        raise InputError(
+            f"the loss of {name!r} must have one number for each of its {count} entries or pairs, got shape "
+            f"{tuple(terms.loss.shape)}; leave sums and means to the normalizer"
+        )
+    return terms
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objective:
     """Loss over branches; made by the functions of `treering.objectives`.

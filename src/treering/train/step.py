@@ -44,7 +44,7 @@ from treering.train.memory import (
     run_by_memory,
     tokens_that_fit,
 )
-from treering.train.objective import Entries, Objective
+from treering.train.objective import Entries, Objective, checked_terms
 from treering.train.partitioned import PartitionedStep, score_unit
 from treering.train.progress import OnProgress, PhaseProgress
 from treering.train.router_losses import RouterFactors, Routing, branches_through
@@ -553,7 +553,8 @@ class _Passes:
             return to_device(values[selected.entries], logprobs.device).to(logprobs.dtype)
 
         values = None if scores.values is None else scores.values[at].to(logprobs.dtype)
-        terms = objective.terms(
+        pairs = None if batch.pairs is None else batch.local_pairs(selected.branches)
+        found = objective.terms(
             Entries(
                 logprobs=logprobs,
                 values={name: on_entries(array) for name, array in batch.values.items()},
@@ -562,9 +563,10 @@ class _Passes:
                 entropy=scores.entropy[at] if "entropy" in objective.needs else None,
                 state_values=values if "value" in objective.needs else None,
                 divergence=None if scores.divergence is None else scores.divergence[at].to(logprobs.dtype),
-                pairs=None if batch.pairs is None else to_device(batch.local_pairs(selected.branches), logprobs.device),
+                pairs=None if pairs is None else to_device(pairs, logprobs.device),
             )
         )
+        terms = checked_terms(objective.name, found, logprobs.numel() if pairs is None else len(pairs))
         if objective.scope == "pair":
             weights, counts = torch.full_like(terms.loss, batch.pair_weight), torch.ones_like(terms.loss)
         else:

@@ -88,7 +88,7 @@ def batch_of(groups: list[list[list[int]]], seed: int = 0) -> Batch:
         groups=groups,
         masks=[torch.randint(0, 2, (len(s),), generator=generator).tolist() for s in sequences],
         advantages=torch.randn(len(sequences), generator=generator).tolist(),
-        old_logprobs=[(-3 + torch.randn(len(s), generator=generator)).tolist() for s in sequences],
+        old_logprobs=[(-3 + torch.randn(len(s), generator=generator)).clamp(max=0).tolist() for s in sequences],
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,23 @@ import torch
 
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from treering.errors import InputError
-from treering.objectives import Entries, Objective, cispo, dapo, dr_grpo, grpo, gspo, ppo, rloo, sft
+from treering.objectives import (
+    Entries,
+    Objective,
+    Terms,
+    cispo,
+    dapo,
+    dpo,
+    dr_grpo,
+    grpo,
+    gspo,
+    policy_objective,
+    ppo,
+    rloo,
+    sft,
+)
 from treering.train.entries import read_entries
+from treering.train.objective import Weighting
 from treering.train.policy_loss import Importance, estimate_kl, surrogate_of_ratio
 from treering.train.step import backward
 from treering.tree.forest import Forest
@@ -88,11 +104,46 @@ def test_per_branch_values_may_be_lists_arrays_or_tensors() -> None:
             lambda: grpo([1, 1, 1], [[0, 1, 1]] * 2 + [[0]], [[0, -1, math.inf], [0, -1, -1], [0]]),
             r"old_logprobs\[0\] must be finite where a token is trained, got inf at token 2",
         ),
+        (
+            lambda: grpo([1, 1, 1], [[0, 1, 1]] * 2 + [[0]], [[0, 0.1, 0.9], [0, 0.5, 0.7], [0]]),
+            r"old_logprobs\[0\] must be log-probabilities, so at most 0, where a token is trained, got 0\.9 at token 2",
+        ),
     ],
 )
 def test_values_that_do_not_fit_the_branches_are_refused(objective: Callable[[], Objective], message: str) -> None:
     with pytest.raises(InputError, match=message):
         backward(MODEL, FOREST, objective())
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda entries: Terms(loss=entries.logprobs.mean(), metrics={}), r"number for each of its 4 .*got shape \(\)"),
+        (lambda entries: entries.logprobs, r"must return objectives\.Terms\(.*got Tensor"),
+        (lambda entries: Terms(loss=entries.logprobs.detach(), metrics={}), "has no gradient; compute it from"),
+    ],
+)
+def test_a_loss_of_your_own_that_would_train_something_else_is_refused(
+    loss: Callable[[Entries], Any], message: str
+) -> None:
+    own = policy_objective(
+        "own",
+        lambda entries, *_: loss(entries),
+        {},
+        advantages=[1, 1, 1],
+        loss_masks=[[0, 1, 1]] * 2 + [[0]],
+        old_logprobs=None,
+        weighting=Weighting(normalizer="token_mean"),
+    )
+    with pytest.raises(InputError, match=message):
+        backward(MODEL, FOREST, own)
+
+
+def test_a_mean_over_pairs_is_refused_in_an_objective_made_by_hand() -> None:
+    pairs = dpo([(0, 1)], [[0, 1, 1]] * 2 + [[0]])
+    with pytest.raises(InputError, match=r"the loss of 'dpo' must have one number for each of its 1 .*got shape \(\)"):
+        backward(MODEL, FOREST, replace(pairs, terms=lambda entries: Terms(loss=entries.logprobs.mean(), metrics={})))
 
 
 def entries_of(
