@@ -31,7 +31,7 @@ class RankBatch:
             for number, sequence in enumerate(s for group in groups for s in group):
                 random = np.random.default_rng([owner, number])
                 mask = random.integers(0, 2, len(sequence)) * (owner not in self.untrained)
-                advantage, past = random.normal(), random.normal(-3, 1, len(sequence))
+                advantage, past = random.normal(), np.minimum(random.normal(-3, 1, len(sequence)), 0)
                 if rank in (None, owner):
                     masks.append(mask)
                     advantages.append(advantage)
