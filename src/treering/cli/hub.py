@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from treering.config.model import DistillOptions, ModelConfig
 from treering.data import DATA_VARIABLE, data_folder
@@ -108,7 +108,8 @@ def find_model(section: ModelConfig | DistillOptions, config_dir: Path, *, setti
 
 def _snapshot(name: str, revision: str | None, patterns: Sequence[str], what: str) -> Path:
     require(f"the hub id {name}", "huggingface_hub")
-    from huggingface_hub import errors, snapshot_download, utils
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined, unused-ignore]
 
     def fetch(*, only_from_cache: bool) -> Path:
         found: str = snapshot_download(
@@ -126,9 +127,7 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str], what: st
             return fetch(only_from_cache=True)
     try:
         if not sys.stderr.isatty():
-            # Its type is not known.
-            hub_utils: Any = utils
-            hub_utils.disable_progress_bars()
+            disable_progress_bars()
         return fetch(only_from_cache=False)
     except Exception as error:  # from the hub's client, its transport, or the disk
         raise InputError(_reason(error, name, revision, what)) from error
