@@ -212,6 +212,18 @@ def test_failures_are_counted_by_cause_and_change_no_other_run(model: PreTrained
     assert tokens_by_sample(collect(engine, task_of(Linear()), num_tasks=2)) == whole
 
 
+class Plain(Linear):
+    """Environment whose `run` lacks async."""
+
+    def run(self, task: EnvTask, policy: Policy) -> float:  # type: ignore[override]
+        return 1.0
+
+
+def test_a_run_without_async_is_refused_with_the_fix(model: PreTrainedModel) -> None:
+    with pytest.raises(StateError, match="must be a coroutine, got a float; write async def run"):
+        collect(engine_of(model), task_of(Plain()), num_tasks=2)
+
+
 def test_too_many_failures_stop_the_run_with_the_commonest(model: PreTrainedModel) -> None:
     engine = engine_of(model)
     with pytest.raises(StateError, match=r"of 16 episodes; 5 failed, and task\.max_failed allows 25%"):

@@ -1,6 +1,7 @@
 """Episodes that run concurrently in one event loop next to the engine's thread, and the run that each one leaves."""
 
 import asyncio
+import inspect
 import os
 import selectors
 import sys
@@ -23,7 +24,7 @@ from treering.closing import Closing
 from treering.data.trajectory import Turn
 from treering.engine.host import EngineHost
 from treering.engine.protocol import Engine, Rollout, RolloutKey, Sampling
-from treering.errors import StateError
+from treering.errors import InputError, StateError
 from treering.rl.collect import whose
 from treering.rl.environments.environment import EnvironmentTask, Outcome, as_outcome
 from treering.rl.environments.policy_calls import Call, CallLimits, Policy, Session, TurnClock, branches_of
@@ -511,7 +512,12 @@ class Episodes(Closing):
         process = os.getpid()
         task = self._task.tasks[session.prompt_id]
         try:
-            return as_outcome(await self._task.environment.run(task, Policy(session)))
+            episode: object = self._task.environment.run(task, Policy(session))
+            if not inspect.isawaitable(episode):
+                raise InputError(
+                    f"run of an environment must be a coroutine, got a {type(episode).__name__}; write async def run"
+                )
+            return as_outcome(await episode)
         except asyncio.CancelledError:
             return "CancelledError: the episode cancelled itself"
         except BaseException as error:
