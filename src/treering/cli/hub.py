@@ -78,7 +78,10 @@ def find_folder(
     if not is_hub_id(name, folders):
         if revision is not None:
             raise InputError(f"{setting} = {name!r} is a folder, but only hub ids have revisions; remove the revision")
-        return locate(Path(name), folders)
+        try:
+            return locate(Path(name), folders)
+        except InputError as error:
+            raise InputError(f"{error}, or give a hub id such as Qwen/Qwen3-0.6B") from None
     listed = ", ".join(str(folder) for folder in folders)
     what = f"{setting} = {name!r} is not a folder{' in ' if listed else ''}{listed}"
     folder = _snapshot(name, revision, _FILES[wanted], what)
