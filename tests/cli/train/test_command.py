@@ -242,7 +242,7 @@ def test_a_reward_that_raises_on_its_trial_ends_the_run_before_the_model_is_made
 ) -> None:
     monkeypatch.setattr("treering.cli.train.make_model", lambda *_: pytest.fail("made"))
     message = rf"test_command\.py:{misspelt.__code__.co_firstlineno + 1}: NameError: name 'lenght'"
-    with pytest.raises(InputError, match=rf"raised .*{message}.*\(prompt 'yes-0' \(p.jsonl:1\), text 'yes'\)"):
+    with pytest.raises(InputError, match=rf"{message}.*\(reward .*, prompt 'yes-0' \(p.jsonl:1\), text 'yes'\)"):
         run(config_path=prompts(folder, "tests_rewards:misspelt"), overrides=["run.dir=out"], json_output=True)
     assert not (folder / "out" / "metrics.jsonl").exists()
 
