@@ -41,9 +41,6 @@ def reduced_over_ranks(
     Raises:
         UnsupportedError: a sharded value head.
     """
-    if team.mode is None:
-        yield do_nothing
-        return
     if value_head is not None and units_of(value_head):
         raise UnsupportedError(
             "a value head must be whole on every rank, and fully_shard has sharded this one; exclude it from "
@@ -62,14 +59,10 @@ def reduced_over_ranks(
             gathered(units if team.mode == "gathered" else (), zero),
         ):
             # Sharded units communicate during the backward, where the sums of whole weights would mix with theirs.
-            yield do_nothing if units else before_last
+            yield (lambda: None) if units else before_last
     except BaseException:
         reset(units)
         raise
-
-
-def do_nothing() -> None:
-    """Take the place of a function to call before the last backward where nothing overlaps with it."""
 
 
 @contextmanager

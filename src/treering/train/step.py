@@ -13,7 +13,7 @@ the model.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from treering.model.forward import FILLER, check_forest, check_temperature, hidd
 from treering.model.routers import Routers, find_routers, router_hooks
 from treering.model.three_pass import backward_of, begin_step
 from treering.model.tree_model import TreeModel
-from treering.ranks.gathering import do_nothing, reduced_over_ranks
+from treering.ranks.gathering import reduced_over_ranks
 from treering.ranks.group import agreeing
 from treering.ranks.setup import RanksOption, StepRanks, ranks_of, without_ddp
 from treering.train.entries import FlatBatch, Selection, flatten_batch, read_entries
@@ -243,7 +243,9 @@ class _Call:
             return hidden_states(replace(model, run=decoder), FILLER)
 
         teaching = nullcontext() if teacher is None else teacher.active()
-        reducing = reduced_over_ranks(team, model.model, model.shards, self.value_head, run_filler)
+        reducing: AbstractContextManager[Callable[[], None]] = nullcontext(_do_nothing)
+        if team.mode is not None:
+            reducing = reduced_over_ranks(team, model.model, model.shards, self.value_head, run_filler)
         with self._inside(model, routers), teaching, reducing as before_last:
             batch = flatten_batch(entries, objective, team.rank_group.sum)
             routing = None
@@ -268,7 +270,7 @@ class _Call:
                 min_passes=agreement.num_passes,
                 teacher=teacher,
                 on_progress=self.on_progress,
-                before_last=before_last if features is None else do_nothing,
+                before_last=before_last if features is None else _do_nothing,
             )
             passes.run()
             if features is not None:
@@ -394,7 +396,7 @@ class _Passes:
         num_done = 0
         for number, unit in enumerate(self.units):
             is_last = number == len(self.units) - 1 and not self.min_passes
-            before_last = self.before_last if is_last else do_nothing
+            before_last = self.before_last if is_last else _do_nothing
             if isinstance(unit, MicroBatch):
                 before_last()
                 self._run_whole(unit, self.selected[number], vectors.get(number))
@@ -577,6 +579,10 @@ class _Passes:
         for name, value in terms.metrics.items():
             self.metric_sums.setdefault(name, []).append((counts * value).sum().detach())
         return loss
+
+
+def _do_nothing() -> None:
+    """Take the place of a function to call before the last backward where no sums of ranks overlap with it."""
 
 
 def _result(passes: _Passes, plan: Plan) -> BackwardResult:
