@@ -1,7 +1,7 @@
 """Report on `treering train`: the rollouts and times of each step, and the summary of a call."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,8 +15,8 @@ from treering.cli.train_task import TaskSource
 from treering.config import RlConfig
 from treering.data import Trajectory
 from treering.errors import plural
-from treering.files.step_lines import append, read_rows
-from treering.files.writing import write_text, writing
+from treering.files.step_lines import append, reopen
+from treering.files.writing import writing
 from treering.metrics import METRICS_FILE, Completion, Metrics, num_logged
 from treering.report.rollout_views import ROLLOUTS_FOLDER
 from treering.report.run_data import TIMELINE_FILE, held_out
@@ -39,16 +39,11 @@ def timeline_log(file: Path, resume_step: int | None) -> Callable[[RlStepReport]
     Example: `{"step": 3, "worker": 1, "started_s": 1767261600.2, "ended_s": 1767261604.9, "busy_s": 4.5,
     "num_rollouts": 32}`; the trainer's line has "worker": null.
     """
-
-    def as_lines(rows: Iterable[Mapping[str, object]]) -> str:
-        return "".join(json.dumps(row) + "\n" for row in rows)
-
-    with writing(file):
-        write_text(file, as_lines(row for row in read_rows(file) if row["step"] <= (resume_step or 0)))
+    reopen([file], resume_step or 0, {}, log=file)
 
     def write(report: RlStepReport) -> None:
         spans = () if report.overlap is None else report.overlap.spans
-        lines = as_lines({"step": report.step, **asdict(span)} for span in spans).encode()
+        lines = "".join(json.dumps({"step": report.step, **asdict(span)}) + "\n" for span in spans).encode()
         with writing(file, len(lines)), file.open("ab", buffering=0) as log:
             append(log, lines)
 

@@ -150,9 +150,7 @@ def test_a_process_that_dies_fails_its_episodes_by_name_and_is_started_again() -
         before = environment._worker.pid
         found = collect(environment)
         assert 2 <= found.num_reward_errors <= 6
-        assert {error.split(";")[0] for error in found.error_counts} <= {
-            "the process of verifiers ended with status 7"
-        }
+        assert {error.split(";")[0] for error in found.error_counts} <= {"the process of verifiers ended with status 7"}
         again = collect(environment, draw=1)
         assert again.num_reward_errors >= 2
         assert environment._worker.pid != before
