@@ -16,6 +16,7 @@ from tests.processes import is_alive, wait_for_the_end_of
 from tests.rl.environments.worlds import TURN_END, engine_of, model_of, task_of
 from treering.engine.protocol import Rollout, Sampling
 from treering.errors import ConfigError
+from treering.integrations.verifiers import worker_process
 from treering.integrations.verifiers.verifiers_environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.collect import Collected
 from treering.rl.environments.collect_episodes import collect_episodes
@@ -134,7 +135,8 @@ def test_what_an_episode_raises_is_counted_and_the_others_are_as_without_it() ->
     check_same(rollouts_of(found), rollouts_of(whole, but="b"))
 
 
-def test_an_episode_that_hangs_is_counted_its_process_killed_and_started_again() -> None:
+def test_an_episode_that_hangs_is_counted_its_process_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_CLEAN_UP_S", 1.0)
     with environment_of("hangs") as environment:
         before = environment._worker.pid
         found = collect(environment, episode_timeout=3.0)
@@ -156,7 +158,8 @@ def test_a_process_that_dies_fails_its_episodes_by_name_and_is_started_again() -
         assert environment._worker.pid != before
 
 
-def test_nothing_outlives_the_environment(tmp_path: Path) -> None:
+def test_nothing_outlives_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_END_S", 2.0)
     file = tmp_path / "pid"
     with environment_of("leaves", file=str(file)) as environment:
         worker, child = environment._worker.pid, int(file.read_text())

@@ -142,7 +142,7 @@ def test_a_loss_of_your_own_that_would_train_something_else_is_refused(
 
 def test_a_loss_of_tokens_is_refused_in_an_objective_of_pairs() -> None:
     pairs = dpo([(0, 1)], [[0, 1, 1]] * 2 + [[0]])
-    with pytest.raises(InputError, match=r"the loss of 'dpo' must have one number for each of its 1 .*got shape \(4,\)"):
+    with pytest.raises(InputError, match=r"'dpo' must have one number for each of its 1 .*got shape \(4,\)"):
         backward(MODEL, FOREST, replace(pairs, terms=lambda entries: Terms(loss=entries.logprobs, metrics={})))
 
 
