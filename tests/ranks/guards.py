@@ -164,7 +164,7 @@ def forward_is_that_of_one(num_ranks: int, rank: int) -> None:
 
 def with_values() -> Objective:
     ones = [[1.0] * len(sequence) for sequence in tree(0)]
-    return ppo(ones, ones, ones, returns=ones)
+    return ppo(ones, ones, [[0.0] * len(each) for each in ones], returns=ones)
 
 
 def value_head_inside() -> None:
