@@ -49,6 +49,8 @@ def test_gradients_and_metrics_are_those_of_the_stock_trainer(name: str, tmp_pat
     assert runs.apart(ours.gradients[:1], stock.gradients[:1]) <= FIRST_GRADIENT * times
     assert runs.apart(ours.gradients, stock.gradients) <= GRADIENTS * times
     found = runs.metrics_apart(ours.logs, stock.logs)
+    # A norm is no further off than the gradients, of all steps.
+    assert found.pop("grad_norm") <= GRADIENTS * times
     assert "loss" in found
     assert {name: apart for name, apart in found.items() if apart > METRICS * times} == {}
     assert ours.handle.difference.tree <= ours.handle.difference.bound < 1e-4
