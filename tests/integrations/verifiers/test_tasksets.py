@@ -91,10 +91,10 @@ def test_episodes_with_faults_are_counted_by_cause_and_the_run_goes_on(python: s
         assert sum(len(group.rollouts) for group in found.groups) == 2
         causes = sorted(found.error_counts.items())
         assert [count for _, count in causes] == [2, 2, 2, 2]
-        assert "add up to nan" in causes[0][0]
-        assert causes[3][0] == "no end within 20 s (task.episode_timeout)"
-        assert "planted" in causes[1][0]
+        assert causes[0][0] == "no end within 20 s (task.episode_timeout)"
+        assert "add up to nan" in causes[1][0]
         assert "planted" in causes[2][0]
+        assert "planted" in causes[3][0]
         assert any("SystemExit: planted exit" in cause for cause, _ in causes)
         assert environment._worker.pid == pid
         assert is_alive(pid)
