@@ -120,6 +120,18 @@ def forked() -> AgentTrace:
     )
 
 
+def test_advantages_per_token_go_to_the_sampled_tokens_of_the_nodes() -> None:
+    unread = float("nan")
+    shared = [unread, unread, 0.25, -0.75, unread]
+    trace = forked().with_advantages([[*shared, 1.5], np.array([*shared, -3.0])])
+    found = [None if node.advantages is None else node.advantages.tolist() for node in trace.nodes]
+    assert found == [None, [0.25, -0.75], [1.5], [-3.0]]
+    assert [t.advantages.tolist() for t in trace.trajectories()] == [
+        [0, 0, 0.25, -0.75, 0, 1.5],
+        [0, 0, 0.25, -0.75, 0, -3.0],
+    ]
+
+
 def test_one_advantage_per_trajectory_goes_to_all_of_its_sampled_tokens() -> None:
     trace = forked().with_advantages([0.5] * 2)
     assert [t.advantages.tolist() for t in trace.trajectories()] == [[0, 0, 0.5, 0.5, 0, 0.5]] * 2
@@ -206,8 +218,7 @@ def test_the_forest_of_all_trajectories_walks_back_to_the_nodes(nodes: list[Reco
 @given(trees(), st.randoms(use_true_random=False))
 def test_advantages_read_back_from_the_nodes_are_those_that_were_given(nodes: list[Record], random: Any) -> None:
     trace = decode_trace(run(*nodes))
-    # Values of tokens that were not sampled are not read.
-    of_node = [np.array([random.uniform(-1, 1) if own else np.nan for own in node["mask"]]) for node in nodes]
+    of_node = [np.array([random.uniform(-1, 1) for _ in node["token_ids"]]) for node in nodes]
     given = [np.concatenate([of_node[i] for i in path]) for path in branches_of(nodes)]
     scored = trace.with_advantages(given).trajectories()
     for values, found in zip(given, scored, strict=True):

@@ -179,6 +179,12 @@ def test_a_trained_model_can_be_trained_on_from_its_folder(folder: Path, sft: Ca
         sft(path, "run.dir=fourth", "model.path=empty")
 
 
+def test_the_random_model_follows_its_seed(folder: Path, sft: Call) -> None:
+    path = config(folder)
+    losses = {sft(path, f"run.dir=o{i}", f"train.seed={i % 2}")[0]["last_loss"] for i in range(3)}
+    assert len(losses) == 2
+
+
 def test_cuda_is_refused_where_there_is_none(folder: Path, sft: Call) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
@@ -238,6 +240,25 @@ def is_survived(file: Path, cache: Path, *, kill_at: int) -> bool:
         open_dataset(file, Renderer(tokenizer=None), folder=cache)
         os._exit(0)
     return os.waitpid(child, 0)[1] == 0
+
+
+OPENS = """
+import sys
+from pathlib import Path
+from treering.data import Renderer
+from treering.data.cache.open import open_dataset
+print(open_dataset(sys.argv[1], Renderer(tokenizer=None), folder=Path(sys.argv[2])).flat_tokens[0].tolist())
+"""
+
+
+def test_several_processes_may_build_one_cache_at_once(tmp_path: Path) -> None:
+    file, cache = tokens(tmp_path), tmp_path / "cache"
+    command = [sys.executable, "-W", "error", "-c", OPENS, str(file), str(cache)]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    found = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    assert set(found) == {f"{[0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4]}\n"}
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_a_cache_that_another_process_publishes_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Blank arguments count as no arguments, in every spelling of a call and every rendering."""
+"""Blank arguments count as no arguments, in every format and every rendering."""
 
 from typing import Any
 
@@ -21,14 +21,22 @@ def turn(arguments: Any) -> dict[str, Any]:
 
 
 def records(arguments: Any) -> dict[str, dict[str, Any]]:
-    """Return a record for each spelling of a call; most formats have the spellings of chats."""
-    flat = {"id": "c", "name": "now", "arguments": arguments}
+    """Yield a record of each format that has calls, and of each spelling of one."""
+    called, flat = turn(arguments), {"id": "c", "name": "now", "arguments": arguments}
+    chat = [QUESTION, called, RESULT, DONE]
     use = {"type": "tool_use", "id": "c", "name": "now", "input": arguments}
     item = {"type": "function_call", "call_id": "c", "name": "now", "arguments": arguments}
     output = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    events = [
+        {"id": 1, "source": "user", "action": "message", "args": {"content": "Fix it"}},
+        {
+            **{"id": 2, "source": "agent", "action": "run"},
+            "tool_call_metadata": {"model_response": {"id": "r", "choices": [{"message": called}]}},
+        },
+    ]
     return {
         "treering": {"task_id": 1, "messages": [QUESTION, {"role": "assistant", "tool_calls": [flat]}, RESULT, DONE]},
-        "chat": {"messages": [QUESTION, turn(arguments), RESULT, DONE]},
+        "chat": {"messages": chat},
         "function_call": {
             "messages": [
                 QUESTION,
@@ -39,6 +47,12 @@ def records(arguments: Any) -> dict[str, dict[str, Any]]:
         },
         "anthropic": {"messages": [QUESTION, {"role": "assistant", "content": [use]}, DONE]},
         "responses": {"messages": [QUESTION, item, output, DONE]},
+        "trl": {"task_id": 1, "prompt": [QUESTION], "completion": chat[1:]},
+        "verifiers": {"example_id": 0, "prompt": [QUESTION], "completion": chat[1:], "reward": 1.0, "task": "x"},
+        "nemo_gym": {
+            **{"task_id": 1, "responses_create_params": {"input": [QUESTION]}},
+            "response": {"output": [item, output, {"type": "message", **DONE}]},
+        },
         "atif": {
             **{"task_id": 1, "schema_version": "ATIF-v1.6", "agent": {}},
             "steps": [
@@ -49,15 +63,19 @@ def records(arguments: Any) -> dict[str, dict[str, Any]]:
                 },
             ],
         },
+        "openhands": {"instance_id": "a", "history": events},
+        "nemo_rl": {"task_id": 1, "message_log": chat},
+        "art": {"task_id": 1, "messages_and_choices": [QUESTION, {"message": called}, RESULT, {"message": DONE}]},
+        "rllm": {"task_id": 1, "trajectories": [{"steps": [{"chat_completions": chat}]}]},
     }
 
 
 @pytest.mark.parametrize("arguments", BLANK, ids=repr)
-@pytest.mark.parametrize("spelling", records(""))
-def test_blank_arguments_render_as_an_empty_object(
-    tokenizer_dir: Any, tmp_path: Any, spelling: str, arguments: str
+@pytest.mark.parametrize("format", records(""))
+def test_blank_arguments_of_every_format_render_as_an_empty_object(
+    tokenizer_dir: Any, tmp_path: Any, format: str, arguments: str
 ) -> None:
-    [found], _ = read(tmp_path, records(arguments)[spelling])
+    [found], _ = read(tmp_path, records(arguments)[format])
     [call] = [call for message in found.messages for call in message.tool_calls]
     assert (call.name, call.given, call.arguments_text) == ("now", {}, "{}")
     for template, text in ((DUMPING, "now {}"), (PARAMETERS, "<f=now></f>")):

@@ -11,6 +11,12 @@ def chat(**message):
     return {"task_id": 1, "messages": [{"role": "assistant", "content": None, **message}]}
 
 
+@pytest.mark.parametrize("text", ['{"x":  1e-7}', '{"x": NaN}', "{broken", "[1, 2]", '"quoted"', ""])
+def test_arguments_that_are_text_stay_the_text_that_the_model_wrote(text):
+    [message] = decode(chat(tool_calls=[{"name": "f", "arguments": text}])).messages
+    assert message.tool_calls[0].arguments == text
+
+
 def test_unknown_keys_are_ignored_and_null_fields_are_absent():
     trajectory = decode({**TOKENS, "rm_score": 0.3, "outcome": {"any": []}, "reward": None, "loss_mask": None})
     assert (trajectory.reward, trajectory.loss_mask, trajectory.tokens.tolist()) == (None, None, [5, 6, 7])
@@ -43,6 +49,8 @@ def test_every_optional_field_arrives_with_its_type():
         ({**TOKENS, "logprobs": [0.0, float("nan"), 0.0]}, "logprobs must be finite"),
         ({**TOKENS, "reward": float("inf")}, "reward must be a finite number, got inf"),
         ({**chat(content="x"), "loss_mask": [1]}, "loss_mask has one entry per token and messages were given"),
+        ({**chat(content="x"), "action_mask": [1]}, "action_mask has one entry per token and messages were given"),
+        ({**chat(content="x"), "labels": [1]}, "labels has one entry per token and messages were given"),
         ({**chat(tool_calls=[{"name": "f"}]), "format": "raw"}, "cannot hold tool_calls"),
     ],
 )

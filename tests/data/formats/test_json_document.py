@@ -72,3 +72,10 @@ def test_records_are_given_before_the_rest_is_read(tmp_path: Path) -> None:
     # A buffer of the file, a part, and the two that a record may span.
     assert max(read[n] - 1000 * n for n in range(2000)) < 5 * (1 << 16)
     assert position.num_read == file.stat().st_size
+
+
+def test_a_record_far_longer_than_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_files, "_PART_BYTES", 64)
+    file = tmp_path / "set.json"
+    file.write_text(json.dumps([1, "y" * 300_000, 2.5], indent=1), encoding="utf-8")
+    assert [record for _, record in document_records(file)] == [1, "y" * 300_000, 2.5]

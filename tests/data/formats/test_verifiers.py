@@ -73,7 +73,10 @@ def test_the_mask_of_a_call_leaves_sampled_tokens_out(tmp_path):
     [
         ({"prompt_mask": [0, 1]}, "prompt_mask trains what the call was shown"),
         ({"completion_mask": [1]}, "completion_mask has one entry per sampled token, got 1 for 2"),
-        ({"completion_mask": [1, 1], "loss_mask": [1, 0]}, "loss_mask and .*completion_mask .* they differ"),
+        (
+            {"completion_mask": [1, 1], "loss_mask": [1, 0]},
+            "loss_mask and .*completion_mask say which tokens are trained, and they differ; keep one",
+        ),
         ({"env_mask": [1, 0]}, "env_mask seems to say which tokens are trained"),
     ],
 )

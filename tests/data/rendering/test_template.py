@@ -97,6 +97,16 @@ def test_where_a_prompt_opens_a_thought_the_answer_begins_inside_it(tokenizer_di
     assert (text, mine) == (f"<user>1<end><assistant><think>\n{trained}", trained)
 
 
+def test_an_opened_thought_that_the_data_lacks_is_closed_untrained_and_said(tokenizer_dir, tmp_path):
+    folder = with_template(tokenizer_dir, tmp_path, OPENING)
+    with pytest.warns(DataWarning, match="an empty thought is closed"):
+        found = shown(folder, said("user", "1"), said("assistant", "A"), said("user", "2"), said("assistant", "B"))
+    assert found == [
+        ("<user>1<end><assistant><think>\n\n</think>\n\nA<end>", "A<end>"),
+        ("<user>1<end><assistant>A<end><user>2<end><assistant><think>\n\n</think>\n\nB<end>", "B<end>"),
+    ]
+
+
 def test_a_prompt_and_its_answer_are_encoded_apart_as_at_inference(tokenizer_dir, tmp_path):
     folder = with_template(tokenizer_dir, tmp_path, OPENING)
     renderer = Renderer(tokenizer=folder, template="hf")

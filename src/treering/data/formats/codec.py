@@ -229,6 +229,8 @@ def _encode_message(message: Message) -> dict[str, Any]:
 
 
 def _messages(record: Mapping[str, Any]) -> tuple[Message, ...]:
+    if given := next((key for key in (*MASK_KEYS, "labels") if record.get(key) is not None), None):
+        raise InputError(f"{given} has one entry per token and messages were given; give tokens instead of messages")
     messages = decode_messages(record["messages"])
     if is_blank(record.get("system")):
         return messages
