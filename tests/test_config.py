@@ -219,7 +219,10 @@ def test_an_unknown_key_near_nothing_is_refused_with_the_keys_there_are(minimal:
         ("run.dir=3", "run.dir: expected a path, as a string, got 3 (integer)"),
         ("train=3", "train: expected a table of settings, got 3 (integer)"),
         ("optim.betas=[0.9]", "optim.betas.1 has no default and is not set"),
-        ("data.files=[a.jsonl]", "a list in an override is TOML, whose texts have quotes, got [a.jsonl]; write"),
+        (
+            "data.files=[a.jsonl]",
+            "a list or table in an override is TOML, whose texts have quotes, got [a.jsonl]",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_was_expected_and_what_came(

@@ -66,7 +66,7 @@ def load(config_type: type[ConfigT], path: Path | None, overrides: Sequence[str]
         config_type: the model with the valid keys and their types.
         path: a TOML file, or None for defaults and overrides only.
         overrides: `section.key=value`, later ones win; the value is read as TOML (`8`, `1e-4`, `true`, `["a", "b"]`)
-            and, if that fails, as a string, unless it has the brackets of a list.
+            and, if that fails, as a string, unless it has the brackets of a list or table.
 
     Raises:
         ConfigError: the file is missing or not TOML, an override has no key, or a setting is unknown, has a wrong type
@@ -185,7 +185,8 @@ def _parsed(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         if text[:1] + text[-1:] in ("[]", "{}"):
             raise ConfigError(
-                f"a list in an override is TOML, whose texts have quotes, got {text}; write 'data.files=[\"a.jsonl\"]'"
+                f"a list or table in an override is TOML, whose texts have quotes, got {text}; write "
+                "'data.files=[\"a.jsonl\"]'"
             ) from None
         return text
     # Text with a line break could contain further keys, so accept only a single value.

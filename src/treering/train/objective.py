@@ -187,11 +187,12 @@ class Terms:
     metrics: Mapping[str, Float[Tensor, " N"]]
 
 
-def checked_terms(name: str, terms: object, count: int) -> Terms:
-    """Return the output of the term function of the objective `name`, which must have `count` numbers.
+def checked_terms(name: str, terms: object, logprobs: Tensor, count: int) -> Terms:
+    """Return the output of the term function of the objective `name`, which must have `count` numbers of the log-probs.
 
     Raises:
-        InputError: the output is something else. A mean over entries would otherwise be weighted once per entry.
+        InputError: the output is something else. A mean over entries would otherwise be weighted once per entry, and a
+            detached loss would train nothing.
     """
     if not isinstance(terms, Terms):
         raise InputError(
@@ -202,6 +203,8 @@ def checked_terms(name: str, terms: object, count: int) -> Terms:
             f"the loss of {name!r} must have one number for each of its {count} entries or pairs, got shape "
             f"{tuple(terms.loss.shape)}; leave sums and means to the normalizer"
         )
+    if logprobs.requires_grad and not terms.loss.requires_grad:
+        raise InputError(f"the loss of {name!r} has no gradient; compute it from entries.logprobs, not detached")
     return terms
 
 

@@ -308,9 +308,7 @@ def policy_objective(
     def terms(entries: Entries) -> Terms:
         old = entries.values.get("old_logprobs", entries.logprobs.detach())
         found = surrogate(entries, old, entries.values["advantages"])
-        plain = checked_terms(name, found, entries.logprobs.numel())
-        if entries.logprobs.requires_grad and not plain.loss.requires_grad:
-            raise InputError(f"the loss of {name!r} has no gradient; compute it from entries.logprobs, not detached")
+        plain = checked_terms(name, found, entries.logprobs, entries.logprobs.numel())
         weighted = plain if importance is None else _weighted(plain, importance, entries, old)
         return _regularized(weighted, regularizers, entries)
 

@@ -568,7 +568,7 @@ class _Passes:
                 pairs=None if pairs is None else to_device(pairs, logprobs.device),
             )
         )
-        terms = checked_terms(objective.name, found, logprobs.numel() if pairs is None else len(pairs))
+        terms = checked_terms(objective.name, found, logprobs, logprobs.numel() if pairs is None else len(pairs))
         if objective.scope == "pair":
             weights, counts = torch.full_like(terms.loss, batch.pair_weight), torch.ones_like(terms.loss)
         else:

@@ -140,6 +140,14 @@ def test_a_loss_of_your_own_that_would_train_something_else_is_refused(
         backward(MODEL, FOREST, own)
 
 
+def test_a_detached_loss_is_refused_in_an_objective_made_by_hand() -> None:
+    own = replace(
+        sft([[0, 1, 1]] * 2 + [[0]]), terms=lambda entries: Terms(loss=-entries.logprobs.detach(), metrics={})
+    )
+    with pytest.raises(InputError, match="the loss of 'sft' has no gradient; compute it from"):
+        backward(MODEL, FOREST, own)
+
+
 def test_a_loss_of_tokens_is_refused_in_an_objective_of_pairs() -> None:
     pairs = dpo([(0, 1)], [[0, 1, 1]] * 2 + [[0]])
     with pytest.raises(InputError, match=r"'dpo' must have one number for each of its 1 .*got shape \(4,\)"):
