@@ -39,6 +39,17 @@ def is_count(value: object, *, least: int) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
 
 
+def num_common(left: TokenIds, right: TokenIds) -> int:
+    """Return the length of the common prefix of two sequences.
+
+    >>> num_common(np.array([1, 2, 3], np.int32), np.array([1, 2, 4, 5], np.int32))
+    2
+    """
+    size = min(left.size, right.size)
+    differ = left[:size] != right[:size]
+    return int(differ.argmax()) if differ.any() else size
+
+
 def hash_of_prompt(tokens: Sequence[int] | TokenIds) -> str:
     """Return the id of a prompt without a dataset key: a hash of its token ids, the same in every process.
 

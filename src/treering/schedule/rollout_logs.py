@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.data import Trajectory
-from treering.data.cache.build_dataset import num_common
 from treering.data.formats.arrow import is_dataset_folder
 from treering.data.formats.containers import read_records
 from treering.data.formats.json_fields import placed
@@ -18,7 +17,7 @@ from treering.data.formats.reader import FormatName, RecordReader
 from treering.data.trajectory import Turn, decode_turns, is_episode
 from treering.errors import InputError
 from treering.schedule.turns import Turns
-from treering.types import PromptId, TokenIds, is_count
+from treering.types import PromptId, TokenIds, is_count, num_common
 
 EXAMPLE = '{"prompt": "a", "epoch": 0, "length": 812}'
 """An example line of the shorter format."""

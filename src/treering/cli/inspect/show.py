@@ -16,7 +16,6 @@ from treering.cli.display import PlainConsole, WorkProgress
 from treering.cli.inspect.inspect_options import InspectOptions
 from treering.cli.inspect.run_inspect import open_files
 from treering.data import RenderedTrajectory, TaskId
-from treering.data.cache.build_dataset import num_common
 from treering.data.cache.dataset import TokenDataset
 from treering.data.image import StoredImage, thumbnail_uri
 from treering.data.rendering.encoder import open_tokenizer
@@ -24,7 +23,7 @@ from treering.errors import InputError
 from treering.report.page import PageSpan
 from treering.report.page import trained_html as as_html
 from treering.tree.forest import ImageTable
-from treering.types import TokenIds
+from treering.types import TokenIds, num_common
 
 NUM_SHOWN = 3
 """Trajectories of a file without `--show`."""

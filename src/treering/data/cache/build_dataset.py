@@ -24,7 +24,7 @@ from treering.data.formats.record_files import ReadPosition
 from treering.data.rendering.renderer import Count, Renderer
 from treering.data.trajectory import RenderedTrajectory, Trajectory
 from treering.errors import DataWarning, InputError, StateError, plural
-from treering.types import TokenIds
+from treering.types import TokenIds, num_common
 
 
 class DataNotes:
@@ -78,17 +78,6 @@ def num_distinct(branches: Sequence[TokenIds]) -> int:
     # In lexical order a branch shares its longest prefix with its predecessor; big-endian bytes sort like their ids.
     ordered = sorted((branch.astype(">i4") for branch in branches), key=lambda branch: branch.tobytes())
     return sum(branch.size for branch in ordered) - sum(num_common(*pair) for pair in pairwise(ordered))
-
-
-def num_common(left: TokenIds, right: TokenIds) -> int:
-    """Return the length of the common prefix of two sequences.
-
-    >>> num_common(np.array([1, 2, 3], np.int32), np.array([1, 2, 4, 5], np.int32))
-    2
-    """
-    size = min(left.size, right.size)
-    differ = left[:size] != right[:size]
-    return int(differ.argmax()) if differ.any() else size
 
 
 MAX_WORKERS = 4

@@ -148,7 +148,7 @@ def open_built(
     """Open the arrays of a file from the cache, or from the folder into which `make` writes them.
 
     The key covers the file, the renderer's tokenizer and template, and `options`, values in JSON. `make` writes with an
-    `ArrayWriter` and may be called twice. Without a folder, or if the file `may_grow` meanwhile, there is no cache.
+    `ArrayWriter` and may be called twice. A file that `may_grow` meanwhile is not cached, and none without a folder.
     """
     # Taken before the key is computed, so that the cache never has other contents than its key.
     before = _stamps(file)
