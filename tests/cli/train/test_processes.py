@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.cli.runs import Call, metrics_of
 from tests.cli.train.test_command import config, prompts
-from treering.cli.train_report import times_of
+from treering.cli.train_report import timeline_log, times_of
 from treering.config.runtime import Schedule
 from treering.data import read_trajectories
 from treering.errors import StateError
@@ -77,6 +77,15 @@ def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, trai
     assert account["trained"] + account["without_variance"] + account["reward_errors"] + account["empty"] == 3 * 7
     assert [row["rollout/staleness"] for row in metrics_of(folder / "out")] == [0, 1, 1, 1]
     check_timeline(read_timeline(folder / "out"), num_steps=4)
+
+
+def test_a_damaged_timeline_is_kept_with_a_warning_and_goes_on_without_its_bad_lines(tmp_path: Path) -> None:
+    file, lines = tmp_path / "timeline.jsonl", ['{"step": 1}\n', "broken\n", '{"step": 2}\n', '{"step": 3}\n']
+    file.write_text("".join(lines))
+    with pytest.warns(UserWarning, match="1 unreadable line"):
+        timeline_log(file, 2)
+    assert file.read_text() == lines[0] + lines[2]
+    assert file.with_name("timeline.jsonl.damaged").read_text() == "".join(lines)
 
 
 def test_a_run_reports_its_measurements(folder: Path, train: Call) -> None:

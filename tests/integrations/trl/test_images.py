@@ -47,12 +47,13 @@ def test_gradients_and_metrics_are_those_of_the_stock_trainer(name: str, tmp_pat
     assert len(stock.gradients) >= 3
     times = TIMES.get(name, 1)
     assert runs.apart(ours.gradients[:1], stock.gradients[:1]) <= FIRST_GRADIENT * times
-    assert runs.apart(ours.gradients, stock.gradients) <= GRADIENTS * times
+    apart = runs.apart(ours.gradients, stock.gradients)
+    assert apart <= GRADIENTS * times
     found = runs.metrics_apart(ours.logs, stock.logs)
-    # A norm is no further off than the gradients, of all steps.
-    assert found.pop("grad_norm") <= GRADIENTS * times
+    # By the triangle inequality a norm is no further off than the gradients that it sums.
+    assert found.pop("grad_norm") <= max(METRICS * times, apart)
     assert "loss" in found
-    assert {name: apart for name, apart in found.items() if apart > METRICS * times} == {}
+    assert {name: value for name, value in found.items() if value > METRICS * times} == {}
     assert ours.handle.difference.tree <= ours.handle.difference.bound < 1e-4
     assert all(log["tree/token_ratio"] > 1 for log in ours.logs[:-1])
     assert any("vis" in weight for weight in stock.gradients[0]) == ("lora" not in name)
